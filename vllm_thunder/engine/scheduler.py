@@ -1,0 +1,355 @@
+"""vLLM's asynchronous scheduler, with programs.
+
+It composes a table (who runs, who waits), a ledger in the block pool (who holds what) and a policy
+(who may have memory); everything else is vLLM's, reached through ``super()``. Turns that have to
+wait are in a queue of our own: vLLM's queues hold only what may run now.
+"""
+
+import time
+from collections import deque
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_block_hashes
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_thunder.engine.block_pool import adopt
+from vllm_thunder.engine.status import Status as EngineStatus
+from vllm_thunder.program.config import CONFIG_KEY, ThunderConfig
+from vllm_thunder.program.cost import blocks_for
+from vllm_thunder.program.policy import Action, ActionKind, Memory, make_policy
+from vllm_thunder.program.program import Program, Status
+from vllm_thunder.program.table import ProgramTable
+
+__all__ = ["ProgramScheduler"]
+
+#: A held turn whose grammar is still compiling is looked at this often (seconds), so that a
+#: compilation error reaches the client although the turn waits.
+GRAMMAR_POLL_SECONDS = 0.05
+#: Nothing sleeps longer than this (seconds) while turns are held.
+LONGEST_NAP_SECONDS = 1.0
+
+
+class ProgramScheduler(AsyncScheduler):
+    """Drop-in for vLLM's scheduler: ``--scheduler-cls vllm_thunder.engine.ProgramScheduler``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        settings = self.vllm_config.additional_config
+        config = ThunderConfig.from_dict(dict(settings.get(CONFIG_KEY, {})))
+        self.clock = time.monotonic
+        self.table = ProgramTable(config)
+        self.policy = make_policy(config, self.table)
+        self.pool = adopt(self.kv_cache_manager, config.acting_half_life)
+        self.status = EngineStatus(self)
+        self._held: dict[str, Request] = {}
+        self._unlabelled: dict[str, None] = {}
+        self._changed = False
+        # Steps whose output is outstanding: when they were scheduled, their prefill tokens.
+        self._steps: deque[tuple[float, int]] = deque()
+        self._last_update = 0.0
+
+    # -- turns arrive and end ----------------------------------------------------------
+
+    def _enqueue_waiting_request(self, request: Request) -> None:
+        request_id = request.request_id
+        if request.program is None:
+            self._unlabelled[request_id] = None
+        elif request_id not in self.pool.program_of:  # a known id is a streaming session's next chunk
+            self._turn_arrived(request)
+            return
+        super()._enqueue_waiting_request(request)
+
+    def _turn_arrived(self, request: Request) -> None:
+        now = self.clock()
+        turn = request.program
+        assert turn is not None
+        if turn.program_id not in self.table and len(self.table) >= self.table.config.max_programs:
+            self._release_idle_longest()
+        program = self.table.turn_arrived(turn, request.num_tokens, now)
+        self.pool.program_of[request.request_id] = program
+        # Transferred KV must be taken when it comes, and a streaming session keeps its slot and
+        # its blocks while it waits for input: neither can be held.
+        holdable = request.kv_transfer_params is None and not request.resumable
+        if self.policy.admit(program, now):
+            self._admit(request, program)
+        elif holdable:
+            self._hold(request, program, now)
+        else:
+            self._activate(program, now)
+            self._admit(request, program)
+
+    def _hold(self, request: Request, program: Program, now: float) -> None:
+        self._held[request.request_id] = request
+        self.table.request_held(program, request.request_id, now)
+        self._changed = True
+
+    def _admit(self, request: Request, program: Program) -> None:
+        """Hand a turn that is not held to vLLM's queue."""
+        if program.requests_running == 1:
+            self.pool.ledger.begin_turn(program)
+            program.interrupted = False
+        super()._enqueue_waiting_request(request)
+
+    def _unhold(self, program: Program, request_id: str, now: float) -> Request:
+        self.status.waited(now - (program.waiting_since or now))
+        self.table.request_unheld(program, request_id, now)
+        return self._held.pop(request_id)
+
+    def _free_request(self, request: Request, delay_free_blocks: bool = False):
+        result = super()._free_request(request, delay_free_blocks)
+        self._unlabelled.pop(request.request_id, None)
+        program = self.pool.program_of.pop(request.request_id, None)
+        if program is not None:
+            self._request_ended(request, program)
+        return result
+
+    def _request_ended(self, request: Request, program: Program) -> None:
+        now = self.clock()
+        turn = request.program
+        assert turn is not None
+        self._changed = True
+        if request.request_id in self._held:
+            self._unhold(program, request.request_id, now)
+        else:
+            pooled = request.pooling_params is not None
+            if request.num_output_tokens or (
+                pooled and request.status is RequestStatus.FINISHED_STOPPED
+            ):
+                self.table.learn_context(program, request.num_tokens, request.num_output_tokens)
+            else:
+                program.interrupted = True
+            if program.requests_running == 1:  # this one: it still counts
+                superseded = self.pool.ledger.end_turn(program, not program.interrupted)
+                self.pool.relocate(superseded)
+        if self.table.request_ended(program, turn.turn_id, now):
+            self._program_acts(program)
+
+    def _program_acts(self, program: Program) -> None:
+        """Its last turn ended."""
+        if program.release_when_turn_ends:
+            self._release(program)
+        elif program.pause_when_turn_ends:
+            program.pause_when_turn_ends = False
+            if self.table.waiting and program.status is Status.ACTIVE:
+                self.table.pause(program)
+                self.pool.free_block_queue.program_paused(program)
+
+    # -- decisions ---------------------------------------------------------------------
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        now = self.clock()
+        self.pool.free_block_queue.now = now
+        if self._held:
+            self._surface_grammar_errors(now)
+        if self._changed or now >= self.policy.deadline:
+            self._reconcile(now)
+        output = super().schedule(throttle_prefills)
+        if self.waiting and self._unlabelled:
+            self._hold_again_what_blocks(now)
+        if output.total_num_scheduled_tokens:
+            prefill = sum(n for n in output.num_scheduled_tokens.values() if n > 1)
+            self._steps.append((now, prefill))
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        now = self.clock()
+        self.pool.free_block_queue.now = now
+        if scheduler_output.total_num_scheduled_tokens and self._steps:
+            began, prefill = self._steps.popleft()
+            self.policy.prefill_rate.add(prefill, now - max(began, self._last_update))
+            self._last_update = now
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _reconcile(self, now: float) -> None:
+        self._changed = False
+        memory = self.memory()
+        for program in self.table.waiting:
+            program.borrowed_blocks = self._borrowed_blocks(program)
+        if self._pause_state is PauseState.UNPAUSED:
+            actions = self.policy.reconcile(now, memory)
+        else:
+            actions = self.policy.expire(now)
+        for action in actions:
+            self._carry_out(action, now)
+
+    def _carry_out(self, action: Action, now: float) -> None:
+        program = action.program
+        self.status.decided(action)
+        if action.kind is ActionKind.RELEASE:
+            self._release(program)
+        elif action.kind is ActionKind.PAUSE:
+            self.pool.free_block_queue.program_paused(program)
+        else:
+            self.pool.free_block_queue.program_restored(program)
+            for request_id in list(program.held):
+                self._admit(self._unhold(program, request_id, now), program)
+
+    def memory(self) -> Memory:
+        """What the policy may know of the engine now."""
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        unlabelled = sum(
+            len(manager.req_to_blocks.get(request_id, ()))
+            for request_id in self._unlabelled
+            for manager in managers
+        )
+        queued = len(self.running) + len(self.waiting) + len(self.kv_holding_waiting)
+        return Memory(
+            capacity_blocks=self.pool.num_gpu_blocks - 1,
+            block_size=self.block_size,
+            unlabelled_blocks=unlabelled,
+            shared_blocks=self.pool.ledger.shared_resident,
+            free_blocks=self.pool.get_num_free_blocks(),
+            free_slots=self.max_num_active_reqs - queued - self.num_waiting_for_streaming_input,
+            busy=queued > 0,
+        )
+
+    def _borrowed_blocks(self, program: Program) -> int:
+        """Blocks of a waiting program's prompt that are in memory and are not its own."""
+        if program.keys or program.stale_keys:
+            return program.shared_blocks
+        request = self._held[next(iter(program.held))]
+        return self._resident_prefix(request)
+
+    def _resident_prefix(self, request: Request) -> int:
+        """Leading blocks of a prompt that are cached, by bisection: eviction is tail first."""
+        if not self.kv_cache_manager.prefix_cache_lookup_enabled(request):
+            return 0
+        hashes = resolve_block_hashes(request.block_hashes, self.hash_block_size, self.block_size)
+        low, high = 0, len(hashes)
+        while low < high:
+            middle = (low + high) // 2
+            if self.pool.is_resident(make_block_hash_with_group_id(hashes[middle], 0)):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _hold_again_what_blocks(self, now: float) -> None:
+        """A failed allocation ends vLLM's scan: a turn that does not fit must not stand before
+        requests without a program."""
+        while self.waiting and self.running:
+            request = self.waiting.peek_request()
+            program = self.pool.program_of.get(request.request_id)
+            if program is None or request.status is not RequestStatus.WAITING or request.resumable:
+                return
+            if request.kv_transfer_params is not None:
+                return
+            needed = blocks_for(request.num_tokens, self.block_size) - program.shared_blocks
+            if needed <= self.pool.get_num_free_blocks():
+                return
+            self.waiting.pop_request()
+            if program.requests_running == 1 and program.status is Status.ACTIVE:
+                self.table.pause(program)
+                self.pool.free_block_queue.program_paused(program)
+            self._hold(request, program, now)
+
+    def _surface_grammar_errors(self, now: float) -> None:
+        """Let held turns whose grammar does not compile fail now instead of when restored."""
+        for request_id, request in list(self._held.items()):
+            if request.structured_output_request is None:
+                continue
+            if isinstance(request.structured_output_request.grammar, Exception):
+                program = self.pool.program_of[request_id]
+                self._admit(self._unhold(program, request_id, now), program)
+
+    # -- programs are released ---------------------------------------------------------
+
+    def _activate(self, program: Program, now: float) -> None:
+        if program.status is not Status.ACTIVE:
+            self.table.activate(program, now)
+            self.pool.free_block_queue.program_restored(program)
+
+    def _release(self, program: Program) -> None:
+        self.table.release(program)
+        self.pool.relocate(self.pool.ledger.release(program))
+        self._changed = True
+
+    def _release_idle_longest(self) -> None:
+        program = self.table.idle_longest()
+        if program is not None:
+            self.table.evicted += 1
+            self._release(program)
+
+    def programs(self, op: str, *args: Any) -> Any:
+        """Operations that reach the engine core as utility calls; see :class:`EngineStatus`."""
+        return self.status.call(op, *args)
+
+    def release_program(self, program_id: str) -> dict[str, Any]:
+        """Release now, or when the turns in flight end; idempotent."""
+        program = self.table.get(program_id)
+        pending = program is not None and program.in_flight
+        if program is not None:
+            if pending:
+                program.release_when_turn_ends = True
+            else:
+                self._release(program)
+        return {"program_id": program_id, "released": program is not None, "pending": pending}
+
+    def end_fan(self, program_id: str, turn_id: str) -> None:
+        """The front end says that a turn that fans out sends no more requests."""
+        program = self.table.get(program_id)
+        if program is not None and self.table.fan_ended(program, turn_id, self.clock()):
+            self._changed = True
+            self._program_acts(program)
+
+    # -- what the engine core asks -----------------------------------------------------
+
+    def get_num_unfinished_requests(self) -> int:
+        # Held turns are work, except for a pause that waits for work to end: vLLM's own
+        # queued requests do not count then either.
+        held = len(self._held) if self._pause_state is PauseState.UNPAUSED else 0
+        return super().get_num_unfinished_requests() + held
+
+    def has_finished_requests(self) -> bool:
+        if self.finished_req_ids or self.connector is None:
+            return bool(self.finished_req_ids)
+        # vLLM compares with its queues, in which held turns are not.
+        return len(self.requests) - len(self._held) > sum(self.get_request_counts())
+
+    def held_wait(self) -> float:
+        """Seconds that the engine core may sleep because only held turns are left; 0: none."""
+        if not self._held or self._changed or self._pause_state is not PauseState.UNPAUSED:
+            return 0.0
+        if self.running or self.waiting or self.kv_holding_waiting or self.finished_req_ids:
+            return 0.0
+        nap = min(self.policy.deadline - self.clock(), LONGEST_NAP_SECONDS)
+        if any(r.structured_output_request is not None for r in self._held.values()):
+            nap = min(nap, GRAMMAR_POLL_SECONDS)
+        return max(nap, 0.0)
+
+    def idle_timeout(self) -> float | None:
+        """Does what is due without a step; seconds until the next such thing, None: never."""
+        now = self.clock()
+        if self._changed or now >= self.policy.deadline:
+            self._reconcile(now)
+        return None if self.policy.deadline == float("inf") else max(self.policy.deadline - now, 0.0)
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        super().set_pause_state(pause_state)
+        self._changed = True
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        self._changed = True
+        return super().reset_prefix_cache(reset_running_requests, reset_connector)
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        stats = super().make_stats(*args, **kwargs)
+        if stats is not None:
+            stats.num_waiting_reqs += len(self._held)
+        return stats
+
+    def check_integrity(self) -> None:
+        """The books of turns, programs and blocks agree; raises IntegrityError."""
+        self.table.check_integrity()
+        self.pool.check_integrity()
+        self.status.check_integrity(self._held)

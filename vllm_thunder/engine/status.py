@@ -1,0 +1,191 @@
+"""What the engine says of its programs: operations, summaries and metrics, as plain values."""
+
+from bisect import bisect_left
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.request import Request
+
+from vllm_thunder.engine.free_queue import EvictionClass
+from vllm_thunder.program.errors import IntegrityError, ThunderError
+from vllm_thunder.program.policy import Action, ActionKind
+from vllm_thunder.program.program import Phase, Program, Status as ProgramStatus
+
+if TYPE_CHECKING:
+    from vllm_thunder.engine.scheduler import ProgramScheduler
+
+__all__ = ["Status"]
+
+logger = init_logger(__name__)
+
+WAIT_BOUNDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class Status:
+    """Counts what the scheduler did and describes it. All results are msgpack-able."""
+
+    def __init__(self, scheduler: "ProgramScheduler"):
+        self._scheduler = scheduler
+        self._counts: Counter[str] = Counter()
+        self._wait_counts = [0] * (len(WAIT_BOUNDS) + 1)
+        self._wait_sum = 0.0
+        self.longest_wait = 0.0
+
+    # -- the scheduler tells -----------------------------------------------------------
+
+    def waited(self, seconds: float) -> None:
+        """A held request was admitted, or ended, after ``seconds``."""
+        self._wait_counts[bisect_left(WAIT_BOUNDS, seconds)] += 1
+        self._wait_sum += seconds
+        self.longest_wait = max(self.longest_wait, seconds)
+
+    def decided(self, action: Action) -> None:
+        """The policy's action is about to be carried out."""
+        program = action.program
+        self._counts[action.kind] += 1
+        if action.kind is ActionKind.RESTORE and program.keys:
+            held_keys = program.unique_blocks + program.shared_blocks
+            self._counts["free_restore"] += program.resident_blocks == held_keys
+        logger.debug("%s %r: %s", action.kind, program, action.reason)
+
+    # -- operations --------------------------------------------------------------------
+
+    def call(self, op: str, *args: Any) -> Any:
+        """``release``, ``turn_end``, ``get``, ``list``, ``summary``, ``metrics``."""
+        operations = {
+            "release": self._scheduler.release_program,
+            "turn_end": self._scheduler.end_fan,
+            "get": self.get,
+            "list": self.list,
+            "summary": self.summary,
+            "metrics": self.metrics,
+            "check_integrity": self._scheduler.check_integrity,
+        }
+        if op not in operations:
+            raise ThunderError(f"unknown operation {op!r}; known: {', '.join(operations)}")
+        return operations[op](*args)
+
+    def get(self, program_id: str) -> dict[str, Any] | None:
+        """One program, or None."""
+        program = self._scheduler.table.get(program_id)
+        return None if program is None else self._describe(program)
+
+    def list(self) -> list[dict[str, Any]]:
+        """All programs, the one idle longest first."""
+        return [self._describe(program) for program in self._scheduler.table]
+
+    def summary(self) -> dict[str, Any]:
+        """The engine in one glance."""
+        scheduler, table = self._scheduler, self._scheduler.table
+        by_phase = Counter(str(p.phase) for p in table)
+        by_status = Counter(str(p.status) for p in table)
+        return {
+            "policy": table.config.policy,
+            "capacity_known": True,
+            "programs": len(table),
+            "by_phase": {str(phase): by_phase[phase] for phase in Phase},
+            "by_status": {str(s): by_status[s] for s in ProgramStatus},
+            "held_turns": sum(len(p.held) for p in table.waiting),
+            "total_blocks": scheduler.pool.num_gpu_blocks - 1,
+            "free_blocks": scheduler.pool.get_num_free_blocks(),
+            "unique_blocks": sum(p.unique_blocks for p in table),
+            "shared_blocks": scheduler.pool.ledger.shared_resident,
+            "longest_wait_seconds": self._longest_wait_now(),
+            **self._counters(),
+        }
+
+    def metrics(self) -> dict[str, Any]:
+        """Everything for Prometheus, by name without prefix; see ``engine/metrics.py``."""
+        scheduler, table = self._scheduler, self._scheduler.table
+        states = Counter((str(p.phase), str(p.status)) for p in table)
+        rate = scheduler.policy.prefill_rate.tokens_per_second
+        evicted = scheduler.pool.free_block_queue.evicted
+        return {
+            "gauges": {
+                "held_turns": float(sum(len(p.held) for p in table.waiting)),
+                "unique_blocks": float(sum(p.unique_blocks for p in table)),
+                "shared_blocks": float(scheduler.pool.ledger.shared_resident),
+                "total_blocks": float(scheduler.pool.num_gpu_blocks - 1),
+                "free_blocks": float(scheduler.pool.get_num_free_blocks()),
+                "longest_wait_seconds": self._longest_wait_now(),
+                "prefill_tokens_per_second": rate or 0.0,
+            },
+            "labelled_gauges": {
+                "programs": [
+                    [{"phase": str(phase), "status": str(status)}, float(states[phase, status])]
+                    for phase in Phase
+                    for status in (ProgramStatus.ACTIVE, ProgramStatus.PAUSED)
+                ]
+            },
+            "counters": {name: float(value) for name, value in self._counters().items()},
+            "labelled_counters": {
+                "evicted_blocks": [
+                    [{"class": kind.name.lower()}, float(evicted[kind])] for kind in EvictionClass
+                ]
+            },
+            "histograms": {
+                "wait_seconds": {
+                    "bounds": list(WAIT_BOUNDS),
+                    "counts": list(self._wait_counts),
+                    "sum": self._wait_sum,
+                }
+            },
+        }
+
+    def check_integrity(self, held: dict[str, Request]) -> None:
+        """The queue of held turns and the programs' own lists agree."""
+        listed = {request_id for p in self._scheduler.table for request_id in p.held}
+        if listed != held.keys():
+            raise IntegrityError(f"held turns: {sorted(held)} queued, {sorted(listed)} listed")
+
+    # -- inside ------------------------------------------------------------------------
+
+    def _counters(self) -> dict[str, int]:
+        table = self._scheduler.table
+        return {
+            "turns": table.turns_done,
+            "pauses": table.pauses,
+            "restores": self._counts[ActionKind.RESTORE],
+            "free_restores": self._counts["free_restore"],
+            "programs_created": table.created,
+            "programs_released": table.released,
+            "programs_expired": table.expired,
+            "programs_evicted": table.evicted,
+        }
+
+    def _longest_wait_now(self) -> float:
+        now = self._scheduler.clock()
+        waits = (now - p.waiting_since for p in self._scheduler.table.waiting if p.waiting_since)
+        return max(self.longest_wait, *waits, 0.0)
+
+    def _describe(self, program: Program) -> dict[str, Any]:
+        now = self._scheduler.clock()
+        waited = 0.0 if program.waiting_since is None else now - program.waiting_since
+        return {
+            "program_id": program.program_id,
+            "phase": str(program.phase),
+            "status": str(program.status),
+            "context_tokens": max(program.context_tokens, program.prompt_tokens),
+            "unique_blocks": program.unique_blocks,
+            "shared_blocks": program.shared_blocks,
+            "resident_blocks": program.resident_blocks,
+            "turns_in_flight": len(program.turns),
+            "held_turns": len(program.held),
+            "turns": program.turns_done,
+            "parent_id": program.parent_id,
+            "group": program.group,
+            "priority": program.priority,
+            "idle_seconds": 0.0 if program.in_flight else now - program.idle_since,
+            "waited_seconds": waited,
+            "longest_wait_seconds": max(program.longest_wait, waited),
+            "wait_reason": self._wait_reason(program),
+            "pauses": program.pauses,
+            "restores": program.restores,
+        }
+
+    def _wait_reason(self, program: Program) -> str | None:
+        if not program.held:
+            return None
+        scheduler = self._scheduler
+        return scheduler.policy.why_held(program, scheduler.clock(), scheduler.memory())

@@ -1,0 +1,291 @@
+"""Who may use KV-cache memory: the decisions, as a pure function of the table and of memory.
+
+A decision reads as named steps: :meth:`ThunderPolicy.admit` when a turn arrives, and
+:meth:`ThunderPolicy.reconcile` (expire, shed, restore, rescue) whenever something changed or a
+deadline that the policy itself named has come.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from math import inf
+
+from vllm_thunder.program.config import ThunderConfig
+from vllm_thunder.program.cost import PrefillRate, blocks_for
+from vllm_thunder.program.program import Phase, Program, Status
+from vllm_thunder.program.table import ProgramTable
+
+__all__ = ["Action", "ActionKind", "FcfsPolicy", "Memory", "ThunderPolicy", "make_policy"]
+
+
+class ActionKind(StrEnum):
+    PAUSE = "pause"
+    RESTORE = "restore"
+    RELEASE = "release"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What the scheduler has to carry out; ``reason`` is for people."""
+
+    kind: ActionKind
+    program: Program
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What the engine's memory and queues look like at one instant.
+
+    ``capacity_blocks``: blocks of the pool. ``unlabelled_blocks``: blocks in use by requests
+    without a program. ``shared_blocks``: resident blocks that several programs hold.
+    ``free_blocks``: blocks that no running request references. ``free_slots``: turns that the engine may run beside those it runs. ``busy``: the engine
+    runs something now.
+    """
+
+    capacity_blocks: int
+    block_size: int
+    unlabelled_blocks: int
+    shared_blocks: int
+    free_blocks: int
+    free_slots: int
+    busy: bool
+
+
+#: Seconds for which an acting program keeps its claim before any prefill rate is known.
+HOLD_PRIOR_SECONDS = 5.0
+#: A turn that has waited this share of ``max_wait`` displaces programs at their turn ends.
+OVERDUE_SHARE = 1 / 3
+
+
+class FcfsPolicy:
+    """Stock order: every turn is admitted as it arrives, programs are only accounted."""
+
+    def __init__(self, config: ThunderConfig, table: ProgramTable):
+        self.config = config
+        self.table = table
+        self.prefill_rate = PrefillRate()
+        self.deadline = inf
+
+    def admit(self, program: Program, now: float) -> bool:
+        """Whether a turn that has just arrived goes straight to the engine's queue."""
+        if program.status is not Status.ACTIVE:
+            self.table.activate(program, now)
+        return True
+
+    def reconcile(self, now: float, memory: Memory) -> list[Action]:
+        """The actions due at ``now``; sets ``deadline`` to when it must be called again.
+
+        The table is already changed when it returns: the caller carries the actions out.
+        """
+        return self.expire(now)
+
+    def expire(self, now: float) -> list[Action]:
+        """Release programs whose retention ended; all that may be done while the engine is paused."""
+        expired = self.table.expired_programs(now)
+        self.deadline = self.table.next_expiry
+        self.table.expired += len(expired)
+        return [Action(ActionKind.RELEASE, program, "retention ended") for program in expired]
+
+    def why_held(self, program: Program, now: float, memory: Memory) -> str:
+        """For people: what a program with held turns waits for."""
+        return "admitted at the next step"
+
+    def hold_seconds(self, memory: Memory) -> float:
+        """Seconds for which an acting program's blocks count as still wanted."""
+        return hold_seconds(memory, self.prefill_rate)
+
+
+class ThunderPolicy(FcfsPolicy):
+    """Hold, pause and restore programs by what memory allows.
+
+    Each active program *claims* the blocks that its context will need; claims of active
+    programs, shared blocks once, stay below the watermarks. A turn of a paused or new program
+    is held until its claim fits.
+    """
+
+    def admit(self, program: Program, now: float) -> bool:
+        return program.status is Status.ACTIVE
+
+    def reconcile(self, now: float, memory: Memory) -> list[Action]:
+        actions = self.expire(now)
+        room = self._room(now, memory, self.config.high_watermark)
+        if room < 0:
+            actions += self._shed(-room, now, memory)
+        if self.table.waiting:
+            actions += self._restore(now, memory)
+        return actions
+
+    def why_held(self, program: Program, now: float, memory: Memory) -> str:
+        """For people: what a program with held turns waits for."""
+        order = sorted(self.table.waiting, key=lambda p: self._restore_order(p, now))
+        room = max(self._room(now, memory, self.config.low_watermark), 0.0)
+        return (
+            f"needs {self.claim(program, memory)} blocks, {room:.0f} are unclaimed; "
+            f"{order.index(program)} programs are restored before it"
+        )
+
+    # -- claims ------------------------------------------------------------------------
+
+    def claim(self, program: Program, memory: Memory) -> int:
+        """Blocks that an active program will use by itself, its next turn included."""
+        if program.phase is Phase.REASONING:
+            ahead = self.table.output_tokens.value
+        else:
+            ahead = program.growth or self.table.growth.value
+        tokens = max(program.context_tokens, program.prompt_tokens) + ahead
+        borrowed = max(program.shared_blocks, program.borrowed_blocks)
+        return max(blocks_for(tokens, memory.block_size) - borrowed, 1)
+
+    def weight(self, program: Program) -> float:
+        """Share of an acting program's claim that is likely to be used."""
+        if program.phase is Phase.REASONING or program.turns_done > 1:
+            return 1.0
+        return self.table.returns.value
+
+    def _room(self, now: float, memory: Memory, watermark: float) -> float:
+        claims = sum(self.weight(p) * self.claim(p, memory) for p in self.table.active)
+        budget = watermark * memory.capacity_blocks - memory.unlabelled_blocks
+        return budget - memory.shared_blocks - claims
+
+    # -- the steps ---------------------------------------------------------------------
+
+    def _shed(self, blocks: float, now: float, memory: Memory) -> list[Action]:
+        """Claims outgrew memory: pause by S_pause = 1/c + [acting], the highest first."""
+        actions = []
+        reasoning = []
+        for program in sorted(self.table.active, key=_pause_order):
+            if blocks <= 0:
+                break
+            if program.phase is Phase.REASONING:
+                reasoning.append(program)
+                continue
+            blocks -= self.weight(program) * self.claim(program, memory)
+            actions.append(self._pause(program, "memory is short"))
+        # A running turn keeps its blocks; the program leaves when the turn ends.
+        for program in reasoning[:-1]:
+            if blocks <= 0:
+                break
+            program.pause_when_turn_ends = True
+            blocks -= self.claim(program, memory)
+        return actions
+
+    def _restore(self, now: float, memory: Memory) -> list[Action]:
+        """Restore waiting programs while their claims fit, overdue ones first."""
+        actions: list[Action] = []
+        room = self._room(now, memory, self.config.low_watermark)
+        slots = memory.free_slots
+        free = memory.free_blocks
+        hold = self.hold_seconds(memory)
+        busy = memory.busy
+        for program in sorted(self.table.waiting, key=lambda p: self._restore_order(p, now)):
+            assert program.waiting_since is not None
+            if slots <= 0:
+                break
+            waited = now - program.waiting_since
+            need = self.claim(program, memory)
+            prompt = blocks_for(program.prompt_tokens, memory.block_size) - program.borrowed_blocks
+            if busy and prompt > free:
+                break  # running turns reference the blocks: only their ends help
+            reason = "its claim fits"
+            if need > room:
+                overdue = waited >= OVERDUE_SHARE * self.config.max_wait
+                rescue = not busy and waited >= self.config.idle_grace
+                victims = self._victims(now, 0.0 if overdue or rescue else hold)
+                freed = 0.0
+                chosen = []
+                for victim in victims:
+                    if need <= room + freed:
+                        break
+                    freed += self.weight(victim) * self.claim(victim, memory)
+                    chosen.append(victim)
+                if need > room + freed and not rescue:
+                    if overdue:
+                        self._yield_at_turn_end(need - room - freed, memory)
+                    self._set_deadline(program, waited, now, hold, busy)
+                    break
+                for victim in chosen:
+                    actions.append(self._pause(victim, f"makes room for {program.program_id!r}"))
+                room += freed
+                reason = "overdue" if overdue else "nothing to run" if rescue else "a claim lapsed"
+            self.table.activate(program, now)
+            program.restores += 1
+            actions.append(Action(ActionKind.RESTORE, program, reason))
+            room -= need
+            free -= prompt
+            slots -= len(program.held)
+            busy = True
+        return actions
+
+    def _victims(self, now: float, acting_longer_than: float) -> list[Program]:
+        """Acting programs that may lose their claim, the one that has acted longest first."""
+        acting = [
+            p
+            for p in self.table.active
+            if p.phase is Phase.ACTING and now - p.idle_since >= acting_longer_than
+        ]
+        return sorted(acting, key=lambda p: p.idle_since)
+
+    def _yield_at_turn_end(self, blocks: float, memory: Memory) -> None:
+        """Ask reasoning programs to pause when their turns end, the longest served first."""
+        for program in self.table.active:
+            if program.pause_when_turn_ends:
+                blocks -= self.claim(program, memory)
+        reasoning = [p for p in self.table.active if p.phase is Phase.REASONING]
+        for program in sorted(reasoning, key=lambda p: p.restored_at):
+            if blocks <= 0:
+                return
+            if not program.pause_when_turn_ends:
+                program.pause_when_turn_ends = True
+                blocks -= self.claim(program, memory)
+
+    def _restore_order(self, program: Program, now: float) -> tuple:
+        """Overdue first, in order of arrival; else priority, then S_restore (shortest first)."""
+        assert program.waiting_since is not None
+        if now - program.waiting_since >= OVERDUE_SHARE * self.config.max_wait:
+            return (0, program.waiting_since)
+        tokens = max(program.context_tokens, program.prompt_tokens)
+        return (1, program.priority, tokens, program.waiting_since)
+
+    def _pause(self, program: Program, reason: str) -> Action:
+        self.table.pause(program)
+        return Action(ActionKind.PAUSE, program, reason)
+
+    def _set_deadline(
+        self, first: Program, waited: float, now: float, hold: float, busy: bool
+    ) -> None:
+        """When does the first waiting program's case change although nothing happens?"""
+        due = [self.config.idle_grace - waited if not busy else inf]
+        due.append(OVERDUE_SHARE * self.config.max_wait - min(
+            (now - p.waiting_since for p in self.table.waiting if p.waiting_since is not None
+             and now - p.waiting_since < OVERDUE_SHARE * self.config.max_wait), default=-inf))
+        due += [
+            p.idle_since + hold - now
+            for p in self.table.active
+            if p.phase is Phase.ACTING and p.idle_since + hold > now
+        ]
+        self.deadline = min(self.deadline, now + min((d for d in due if d > 0), default=inf))
+
+
+def hold_seconds(memory: Memory, prefill_rate: PrefillRate) -> float:
+    """Seconds after which holding an acting program's KV has cost as much as recomputing it.
+
+    Holding c tokens for t seconds takes the share c/C of the engine's memory for t; recomputing
+    takes the whole engine for c/rate. Both are equal at t = C/rate whatever c is, and the rule
+    "hold until then" costs at most twice what a clairvoyant would pay (the ski-rental bound),
+    for any distribution of tool times.
+    """
+    rate = prefill_rate.tokens_per_second
+    if rate is None:
+        return HOLD_PRIOR_SECONDS
+    return memory.capacity_blocks * memory.block_size / rate
+
+
+def make_policy(config: ThunderConfig, table: ProgramTable) -> FcfsPolicy:
+    """The policy that ``config.policy`` names."""
+    return {"thunder": ThunderPolicy, "fcfs": FcfsPolicy}[config.policy](config, table)
+
+
+def _pause_order(program: Program) -> tuple:
+    """Sort key for S_pause = 1/c + [τ = acting], highest score first (paper, "Policy")."""
+    return (program.phase is Phase.REASONING, program.context_tokens)
+

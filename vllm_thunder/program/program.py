@@ -1,0 +1,95 @@
+"""One agent run as the engine knows it."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+__all__ = ["Phase", "Program", "Status"]
+
+
+class Phase(StrEnum):
+    """What the program is doing (the paper's τ)."""
+
+    REASONING = "REASONING"  #: at least one turn is in flight, held turns included
+    ACTING = "ACTING"  #: no turn is in flight: its tools run
+
+
+class Status(StrEnum):
+    """Whether the program has a claim on KV-cache memory (the paper's s)."""
+
+    ACTIVE = "ACTIVE"  #: its turns are admitted as they arrive
+    PAUSED = "PAUSED"  #: its turns are held until it is restored
+    TERMINATED = "TERMINATED"  #: released; no longer in the table
+
+
+@dataclass(slots=True, eq=False)
+class Program:
+    """Mutable record; only :class:`~vllm_thunder.program.table.ProgramTable`,
+    :class:`~vllm_thunder.program.ledger.BlockLedger` and the policy write to it.
+
+    Times are seconds on the caller's clock. Identity is the object: two records never
+    share a ``program_id`` inside one table.
+    """
+
+    program_id: str
+    created_at: float
+    phase: Phase = Phase.ACTING
+    status: Status = Status.PAUSED
+    parent_id: str | None = None
+    group: str | None = None
+    priority: int = 0
+    retention: float | None = None
+
+    #: Requests in flight by turn id. A turn that fans out stays, possibly with 0
+    #: requests, until the front end says that it is over.
+    turns: dict[str, int] = field(default_factory=dict)
+    #: Turn ids of ``turns`` that only the front end can end.
+    open_fans: set[str] = field(default_factory=set)
+    #: Ids of held engine requests, oldest first.
+    held: dict[str, None] = field(default_factory=dict)
+    waiting_since: float | None = None
+    longest_wait: float = 0.0
+
+    #: Context at the end of the last turn that ended normally, its output included.
+    context_tokens: int = 0
+    #: Longest prompt among the requests in flight.
+    prompt_tokens: int = 0
+    #: Exponentially weighted tokens by which one turn and its tool result grow the context.
+    growth: float = 0.0
+    #: Blocks that the next turn would not have to allocate because other programs hold them.
+    borrowed_blocks: int = 0
+
+    idle_since: float = 0.0
+    restored_at: float = 0.0
+    turns_done: int = 0
+    turns_since_restore: int = 0
+    pauses: int = 0
+    restores: int = 0
+    #: A request of the running turns ended before its prompt was computed.
+    interrupted: bool = False
+    pause_when_turn_ends: bool = False
+    release_when_turn_ends: bool = False
+
+    # Kept by the BlockLedger.
+    keys: dict[Any, None] = field(default_factory=dict)
+    stale_keys: dict[Any, None] = field(default_factory=dict)
+    unique_blocks: int = 0
+    shared_blocks: int = 0
+    resident_blocks: int = 0
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a turn has arrived and has not ended."""
+        return bool(self.turns)
+
+    @property
+    def requests_running(self) -> int:
+        """Requests in flight that are not held."""
+        return sum(self.turns.values()) - len(self.held)
+
+    def __repr__(self) -> str:
+        return (
+            f"Program({self.program_id!r}, {self.phase}, {self.status}, "
+            f"tokens={self.context_tokens}, blocks={self.unique_blocks}+{self.shared_blocks} shared, "
+            f"turns={len(self.turns)} in flight, held={len(self.held)})"
+        )

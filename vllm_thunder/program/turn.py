@@ -1,0 +1,32 @@
+"""Who a model call belongs to: the one field that vllm_thunder adds to an engine request."""
+
+import msgspec
+
+__all__ = ["Turn"]
+
+
+class Turn(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """One model call of a program, as the front end resolved it.
+
+    It travels to the engine core inside ``EngineCoreRequest.program`` (msgpack, positional:
+    append fields, never reorder).
+    """
+
+    program_id: str
+    #: Names the model call. Every engine request that the call fans out into (n > 1, list
+    #: prompts, beams) carries the same turn id, so that the program counts the call once.
+    turn_id: str
+    #: The program that started this one, when a sub-agent makes the call.
+    parent_id: str | None = None
+    #: The client said that this is the program's last turn: release it when the turn ends.
+    final: bool = False
+    #: Lower runs earlier, as vLLM's own request priority.
+    priority: int = 0
+    #: Programs of one RL prompt group share a prefix and are admitted together.
+    group: str | None = None
+    #: The tool that ran before this turn, where the request tells it.
+    tool: str | None = None
+    #: Seconds without a turn after which the program is released; None: the configured default.
+    retention_seconds: float | None = None
+    #: The call fans out into several engine requests; the front end tells when it is over.
+    fans_out: bool = False
