@@ -71,6 +71,7 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
         self._active: dict[_Run, None] = {}
         self._paused: list[_Run] = []
         self._paused_count = 0
+        self._emptied: list[Program] = []
         self._run_of: list[_Run | None] = [None] * pool_size
         for block in blocks:
             self._run_of[block.block_id] = self._spent
@@ -167,6 +168,11 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
             run.grown_at = self.now
             self._active[run] = None
 
+    def take_emptied(self) -> list[Program]:
+        """Active programs whose last free block was reused since the last call."""
+        emptied, self._emptied = self._emptied, []
+        return emptied
+
     def spend(self, block: KVCacheBlock) -> None:
         """Nobody will ask for this free block again."""
         self.remove(block)
@@ -226,6 +232,9 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
             self._run_of[block.block_id] = None
             cached += block.block_hash is not None
         self.evicted[run.kind] += cached
+        if run.kind is EvictionClass.ACTIVE and not run.num_free_blocks:
+            assert run.owner is not None
+            self._emptied.append(run.owner)
         self._forget_if_empty(run)
 
     def _forget_if_empty(self, run: _Run) -> None:

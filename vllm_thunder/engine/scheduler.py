@@ -44,7 +44,7 @@ class ProgramScheduler(AsyncScheduler):
         config = ThunderConfig.from_dict(dict(settings.get(CONFIG_KEY, {})))
         self.clock = time.monotonic
         self.table = ProgramTable(config)
-        self.policy = make_policy(config, self.table)
+        self.policy = make_policy(config, self.table, self.block_size)
         self.pool = adopt(self.kv_cache_manager, config.acting_half_life)
         self.status = EngineStatus(self)
         self._held: dict[str, Request] = {}
@@ -132,6 +132,7 @@ class ProgramScheduler(AsyncScheduler):
 
     def _program_acts(self, program: Program) -> None:
         """Its last turn ended."""
+        self.policy.acts(program)
         if program.release_when_turn_ends:
             self._release(program)
         elif program.pause_when_turn_ends:
@@ -170,6 +171,7 @@ class ProgramScheduler(AsyncScheduler):
 
     def _reconcile(self, now: float) -> None:
         self._changed = False
+        self._pause_what_lost_its_blocks()
         memory = self.memory()
         for program in self.table.waiting:
             program.borrowed_blocks = self._borrowed_blocks(program)
@@ -179,6 +181,14 @@ class ProgramScheduler(AsyncScheduler):
             actions = self.policy.expire(now)
         for action in actions:
             self._carry_out(action, now)
+
+    def _pause_what_lost_its_blocks(self) -> None:
+        """An acting program whose blocks were all reused has nothing left to claim."""
+        queue = self.pool.free_block_queue
+        for program in queue.take_emptied():
+            if program in self.table.acting:
+                self.table.pause(program)
+                queue.program_paused(program)
 
     def _carry_out(self, action: Action, now: float) -> None:
         program = action.program
@@ -264,7 +274,7 @@ class ProgramScheduler(AsyncScheduler):
 
     def _activate(self, program: Program, now: float) -> None:
         if program.status is not Status.ACTIVE:
-            self.table.activate(program, now)
+            self.policy.activate(program, now)
             self.pool.free_block_queue.program_restored(program)
 
     def _release(self, program: Program) -> None:

@@ -30,19 +30,22 @@ def stretched_age(seconds: float, half_life: float) -> float:
 
 
 class Ewma:
-    """Exponentially weighted mean; its first sample replaces the prior."""
+    """Exponentially weighted mean that starts as a plain one.
+
+    The prior counts as ``prior_samples`` samples: with 0 the first sample replaces it.
+    """
 
     __slots__ = ("samples", "value", "weight")
 
-    def __init__(self, prior: float, weight: float):
+    def __init__(self, prior: float, weight: float, prior_samples: int = 0):
         self.value = prior
         self.weight = weight
-        self.samples = 0
+        self.samples = prior_samples
 
     def add(self, sample: float) -> None:
-        weight = max(self.weight, 1.0 / (self.samples + 1))
-        self.value += weight * (sample - self.value)
+        """Count one sample; never with less weight than ``weight``."""
         self.samples += 1
+        self.value += max(self.weight, 1.0 / self.samples) * (sample - self.value)
 
 
 class PrefillRate:

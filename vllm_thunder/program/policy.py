@@ -64,6 +64,7 @@ class FcfsPolicy:
         self.config = config
         self.table = table
         self.prefill_rate = PrefillRate()
+        #: When :meth:`reconcile` must be called although nothing happens; inf: never.
         self.deadline = inf
 
     def admit(self, program: Program, now: float) -> bool:
@@ -72,15 +73,22 @@ class FcfsPolicy:
             self.table.activate(program, now)
         return True
 
+    def activate(self, program: Program, now: float) -> None:
+        """Give the program a claim now, whatever memory says."""
+        self.table.activate(program, now)
+
+    def acts(self, program: Program) -> None:
+        """The program's last turn in flight ended."""
+
     def reconcile(self, now: float, memory: Memory) -> list[Action]:
-        """The actions due at ``now``; sets ``deadline`` to when it must be called again.
+        """The actions due at ``now``; sets ``deadline``.
 
         The table is already changed when it returns: the caller carries the actions out.
         """
         return self.expire(now)
 
     def expire(self, now: float) -> list[Action]:
-        """Release programs whose retention ended; all that may be done while the engine is paused."""
+        """Release programs whose retention ended: all that happens while the engine is paused."""
         expired = self.table.expired_programs(now)
         self.deadline = self.table.next_expiry
         self.table.expired += len(expired)
@@ -89,10 +97,6 @@ class FcfsPolicy:
     def why_held(self, program: Program, now: float, memory: Memory) -> str:
         """For people: what a program with held turns waits for."""
         return "admitted at the next step"
-
-    def hold_seconds(self, memory: Memory) -> float:
-        """Seconds for which an acting program's blocks count as still wanted."""
-        return hold_seconds(memory, self.prefill_rate)
 
 
 class ThunderPolicy(FcfsPolicy):
@@ -103,111 +107,117 @@ class ThunderPolicy(FcfsPolicy):
     is held until its claim fits.
     """
 
+    def __init__(self, config: ThunderConfig, table: ProgramTable, block_size: int):
+        super().__init__(config, table)
+        self.block_size = block_size
+
     def admit(self, program: Program, now: float) -> bool:
-        return program.status is Status.ACTIVE
+        if program.status is not Status.ACTIVE:
+            return False
+        self.table.set_claim(program, self._claim(program))
+        return True
+
+    def activate(self, program: Program, now: float) -> None:
+        super().activate(program, now)
+        self.table.set_claim(program, self._claim(program))
+
+    def acts(self, program: Program) -> None:
+        if program.status is Status.ACTIVE:
+            self.table.set_claim(program, self._claim(program))
 
     def reconcile(self, now: float, memory: Memory) -> list[Action]:
         actions = self.expire(now)
-        room = self._room(now, memory, self.config.high_watermark)
-        if room < 0:
-            actions += self._shed(-room, now, memory)
+        short = -self._room(memory, self.config.high_watermark)
+        if short > 0:
+            actions += self._shed(short)
         if self.table.waiting:
             actions += self._restore(now, memory)
         return actions
 
     def why_held(self, program: Program, now: float, memory: Memory) -> str:
-        """For people: what a program with held turns waits for."""
         order = sorted(self.table.waiting, key=lambda p: self._restore_order(p, now))
-        room = max(self._room(now, memory, self.config.low_watermark), 0.0)
+        room = max(self._room(memory, self.config.low_watermark), 0.0)
         return (
-            f"needs {self.claim(program, memory)} blocks, {room:.0f} are unclaimed; "
+            f"needs {self._claim(program):.0f} blocks, {room:.0f} are unclaimed; "
             f"{order.index(program)} programs are restored before it"
         )
 
-    # -- claims ------------------------------------------------------------------------
+    def _claim(self, program: Program) -> float:
+        """Blocks that the program will use by itself, its next turn included.
 
-    def claim(self, program: Program, memory: Memory) -> int:
-        """Blocks that an active program will use by itself, its next turn included."""
-        if program.phase is Phase.REASONING:
+        Of a program that acts after its first turn, the part that is likely to be used: many
+        clients never come back.
+        """
+        reasoning = program.phase is Phase.REASONING
+        if reasoning:
             ahead = self.table.output_tokens.value
         else:
             ahead = program.growth or self.table.growth.value
         tokens = max(program.context_tokens, program.prompt_tokens) + ahead
         borrowed = max(program.shared_blocks, program.borrowed_blocks)
-        return max(blocks_for(tokens, memory.block_size) - borrowed, 1)
+        blocks = max(blocks_for(tokens, self.block_size) - borrowed, 1)
+        return blocks if reasoning or program.turns_done > 1 else blocks * self.table.returns.value
 
-    def weight(self, program: Program) -> float:
-        """Share of an acting program's claim that is likely to be used."""
-        if program.phase is Phase.REASONING or program.turns_done > 1:
-            return 1.0
-        return self.table.returns.value
-
-    def _room(self, now: float, memory: Memory, watermark: float) -> float:
-        claims = sum(self.weight(p) * self.claim(p, memory) for p in self.table.active)
+    def _room(self, memory: Memory, watermark: float) -> float:
+        """Blocks below the watermark that nobody claims; negative: claimed twice."""
         budget = watermark * memory.capacity_blocks - memory.unlabelled_blocks
-        return budget - memory.shared_blocks - claims
+        return budget - memory.shared_blocks - self.table.claimed
 
     # -- the steps ---------------------------------------------------------------------
 
-    def _shed(self, blocks: float, now: float, memory: Memory) -> list[Action]:
-        """Claims outgrew memory: pause by S_pause = 1/c + [acting], the highest first."""
+    def _shed(self, blocks: float) -> list[Action]:
+        """Claims outgrew memory: pause by S_pause = 1/c + [acting], the highest first.
+
+        (ThunderAgent, section "Policy".) A running turn keeps its blocks: its program leaves
+        when the turn ends, and the last one stays.
+        """
         actions = []
-        reasoning = []
-        for program in sorted(self.table.active, key=_pause_order):
+        for program in sorted(self.table.acting, key=lambda p: p.context_tokens):
             if blocks <= 0:
-                break
-            if program.phase is Phase.REASONING:
-                reasoning.append(program)
-                continue
-            blocks -= self.weight(program) * self.claim(program, memory)
+                return actions
+            blocks -= program.claim
             actions.append(self._pause(program, "memory is short"))
-        # A running turn keeps its blocks; the program leaves when the turn ends.
-        for program in reasoning[:-1]:
+        reasoning = [p for p in self.table.active if p.phase is Phase.REASONING]
+        for program in sorted(reasoning, key=lambda p: p.context_tokens)[:-1]:
             if blocks <= 0:
                 break
             program.pause_when_turn_ends = True
-            blocks -= self.claim(program, memory)
+            blocks -= program.claim
         return actions
 
     def _restore(self, now: float, memory: Memory) -> list[Action]:
         """Restore waiting programs while their claims fit, overdue ones first."""
         actions: list[Action] = []
-        room = self._room(now, memory, self.config.low_watermark)
+        room = self._room(memory, self.config.low_watermark)
         slots = memory.free_slots
         free = memory.free_blocks
-        hold = self.hold_seconds(memory)
+        hold = hold_seconds(memory, self.prefill_rate)
         busy = memory.busy
         for program in sorted(self.table.waiting, key=lambda p: self._restore_order(p, now)):
             assert program.waiting_since is not None
             if slots <= 0:
                 break
             waited = now - program.waiting_since
-            need = self.claim(program, memory)
-            prompt = blocks_for(program.prompt_tokens, memory.block_size) - program.borrowed_blocks
+            need = self._claim(program)
+            prompt = blocks_for(program.prompt_tokens, self.block_size) - program.borrowed_blocks
             if busy and prompt > free:
                 break  # running turns reference the blocks: only their ends help
             reason = "its claim fits"
             if need > room:
                 overdue = waited >= OVERDUE_SHARE * self.config.max_wait
                 rescue = not busy and waited >= self.config.idle_grace
-                victims = self._victims(now, 0.0 if overdue or rescue else hold)
-                freed = 0.0
-                chosen = []
-                for victim in victims:
-                    if need <= room + freed:
-                        break
-                    freed += self.weight(victim) * self.claim(victim, memory)
-                    chosen.append(victim)
+                chosen = self._victims(need - room, now, 0.0 if overdue or rescue else hold)
+                freed = sum(victim.claim for victim in chosen)
                 if need > room + freed and not rescue:
                     if overdue:
-                        self._yield_at_turn_end(need - room - freed, memory)
+                        self._yield_at_turn_end(need - room - freed)
                     self._set_deadline(program, waited, now, hold, busy)
                     break
                 for victim in chosen:
                     actions.append(self._pause(victim, f"makes room for {program.program_id!r}"))
                 room += freed
                 reason = "overdue" if overdue else "nothing to run" if rescue else "a claim lapsed"
-            self.table.activate(program, now)
+            self.activate(program, now)
             program.restores += 1
             actions.append(Action(ActionKind.RESTORE, program, reason))
             room -= need
@@ -216,27 +226,31 @@ class ThunderPolicy(FcfsPolicy):
             busy = True
         return actions
 
-    def _victims(self, now: float, acting_longer_than: float) -> list[Program]:
-        """Acting programs that may lose their claim, the one that has acted longest first."""
-        acting = [
-            p
-            for p in self.table.active
-            if p.phase is Phase.ACTING and now - p.idle_since >= acting_longer_than
-        ]
-        return sorted(acting, key=lambda p: p.idle_since)
+    def _victims(self, blocks: float, now: float, acted_for: float) -> list[Program]:
+        """Acting programs with ``blocks`` claimed blocks, the one that has acted longest first.
 
-    def _yield_at_turn_end(self, blocks: float, memory: Memory) -> None:
+        Only those that have acted for ``acted_for`` seconds; fewer blocks if there are no more.
+        """
+        chosen: list[Program] = []
+        for program in self.table.acting:
+            if blocks <= 0 or now - program.idle_since < acted_for:
+                break
+            blocks -= program.claim
+            chosen.append(program)
+        return chosen
+
+    def _yield_at_turn_end(self, blocks: float) -> None:
         """Ask reasoning programs to pause when their turns end, the longest served first."""
         for program in self.table.active:
             if program.pause_when_turn_ends:
-                blocks -= self.claim(program, memory)
+                blocks -= program.claim
         reasoning = [p for p in self.table.active if p.phase is Phase.REASONING]
         for program in sorted(reasoning, key=lambda p: p.restored_at):
             if blocks <= 0:
                 return
             if not program.pause_when_turn_ends:
                 program.pause_when_turn_ends = True
-                blocks -= self.claim(program, memory)
+                blocks -= program.claim
 
     def _restore_order(self, program: Program, now: float) -> tuple:
         """Overdue first, in order of arrival; else priority, then S_restore (shortest first)."""
@@ -253,17 +267,21 @@ class ThunderPolicy(FcfsPolicy):
     def _set_deadline(
         self, first: Program, waited: float, now: float, hold: float, busy: bool
     ) -> None:
-        """When does the first waiting program's case change although nothing happens?"""
-        due = [self.config.idle_grace - waited if not busy else inf]
-        due.append(OVERDUE_SHARE * self.config.max_wait - min(
-            (now - p.waiting_since for p in self.table.waiting if p.waiting_since is not None
-             and now - p.waiting_since < OVERDUE_SHARE * self.config.max_wait), default=-inf))
-        due += [
-            p.idle_since + hold - now
-            for p in self.table.active
-            if p.phase is Phase.ACTING and p.idle_since + hold > now
-        ]
-        self.deadline = min(self.deadline, now + min((d for d in due if d > 0), default=inf))
+        """When does the case of ``first``, who waits, change although nothing happens?"""
+        overdue = OVERDUE_SHARE * self.config.max_wait
+        due = [now + overdue - waited]
+        for program in self.table.waiting:  # in order of arrival: the next to be overdue
+            assert program.waiting_since is not None
+            if program.waiting_since + overdue > now:
+                due.append(program.waiting_since + overdue)
+                break
+        if not busy:
+            due.append(now + self.config.idle_grace - waited)
+        for program in self.table.acting:  # in order of idleness: the next claim to lapse
+            if program.idle_since + hold > now:
+                due.append(program.idle_since + hold)
+                break
+        self.deadline = min([self.deadline, *(at for at in due if at > now)])
 
 
 def hold_seconds(memory: Memory, prefill_rate: PrefillRate) -> float:
@@ -280,12 +298,8 @@ def hold_seconds(memory: Memory, prefill_rate: PrefillRate) -> float:
     return memory.capacity_blocks * memory.block_size / rate
 
 
-def make_policy(config: ThunderConfig, table: ProgramTable) -> FcfsPolicy:
-    """The policy that ``config.policy`` names."""
-    return {"thunder": ThunderPolicy, "fcfs": FcfsPolicy}[config.policy](config, table)
-
-
-def _pause_order(program: Program) -> tuple:
-    """Sort key for S_pause = 1/c + [τ = acting], highest score first (paper, "Policy")."""
-    return (program.phase is Phase.REASONING, program.context_tokens)
-
+def make_policy(config: ThunderConfig, table: ProgramTable, block_size: int) -> FcfsPolicy:
+    """The policy that ``config.policy`` names; ``block_size`` in tokens."""
+    if config.policy == "fcfs":
+        return FcfsPolicy(config, table)
+    return ThunderPolicy(config, table, block_size)

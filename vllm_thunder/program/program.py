@@ -56,6 +56,8 @@ class Program:
     prompt_tokens: int = 0
     #: Exponentially weighted tokens by which one turn and its tool result grow the context.
     growth: float = 0.0
+    #: Blocks that the program claims while it is active; see ``ThunderPolicy``.
+    claim: float = 0.0
     #: Blocks that the next turn would not have to allocate because other programs hold them.
     borrowed_blocks: int = 0
 
@@ -67,6 +69,8 @@ class Program:
     restores: int = 0
     #: A request of the running turns ended before its prompt was computed.
     interrupted: bool = False
+    #: It lost its claim after its first turn, before it came back.
+    given_up: bool = False
     pause_when_turn_ends: bool = False
     release_when_turn_ends: bool = False
 
