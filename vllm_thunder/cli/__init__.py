@@ -1,0 +1,1 @@
+"""The ``vllm_thunder`` command."""
