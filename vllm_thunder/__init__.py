@@ -6,6 +6,8 @@ modules are imported, in this process and in every spawned one: spawn re-imports
 main module, and our entry points import this package first.
 """
 
+from typing import Any
+
 from vllm_thunder.patching import install as _install_patches
 from vllm_thunder.version import __version__
 
@@ -14,7 +16,7 @@ _install_patches()
 __all__ = ["LLM", "__version__"]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name == "LLM":  # imports vLLM: only on demand
         from vllm_thunder.offline import LLM
 

@@ -7,7 +7,6 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from tests.engine.harness import BLOCK, text
 from vllm_thunder.engine.free_queue import EvictionClass
-from vllm_thunder.program.program import Status
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -218,9 +217,9 @@ def test_random_histories_keep_the_books(make_engine, seed):
             engine.scheduler.release_program(name)
         elif action < 0.40:
             engine.scheduler.reset_prefix_cache(reset_running_requests=rng.random() < 0.5)
-        elif action < 0.45 and (p := engine.program(name)) and p.status is Status.ACTIVE:
-            if not p.in_flight:
-                pause(engine, name)
+        elif action < 0.45 and (program := engine.program(name)) in engine.scheduler.table.acting:
+            engine.scheduler.table.pause(program)
+            engine.pool.free_block_queue.program_paused(program)
         engine.step(rng.random() * 0.5)
         for name, request in list(live.items()):
             if request.is_finished():

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.request import Request
 
@@ -31,7 +31,9 @@ class ProgramBlockPool(BlockPool):
     #: Programs by the id of their engine requests.
     program_of: dict[str, Program]
 
-    def cache_full_blocks(self, request: Request, blocks: list[KVCacheBlock], *args: Any, **kwargs: Any) -> None:
+    def cache_full_blocks(
+        self, request: Request, blocks: list[KVCacheBlock], *args: Any, **kwargs: Any
+    ) -> None:
         previous, self.serving = self.serving, self.program_of.get(request.request_id)
         try:
             super().cache_full_blocks(request, blocks, *args, **kwargs)
@@ -39,7 +41,10 @@ class ProgramBlockPool(BlockPool):
             self.serving = previous
 
     def _insert_block_hash(
-        self, block_hash_with_group_id: BlockHashWithGroupId, block: KVCacheBlock, num_tokens: int | None
+        self,
+        block_hash_with_group_id: BlockHashWithGroupId,
+        block: KVCacheBlock,
+        num_tokens: int | None,
     ) -> None:
         key = block_hash_with_group_id
         known = self.is_resident(key)
@@ -156,7 +161,7 @@ class ProgramKVCacheManager(KVCacheManager):
 
     block_pool: ProgramBlockPool
 
-    def allocate_slots(self, request: Request, *args: Any, **kwargs: Any):
+    def allocate_slots(self, request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
         pool = self.block_pool
         pool.serving = pool.program_of.get(request.request_id)
         try:

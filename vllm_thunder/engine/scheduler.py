@@ -19,7 +19,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_thunder.engine.block_pool import adopt
-from vllm_thunder.engine.status import Status as EngineStatus
+from vllm_thunder.engine.status import EngineStatus
 from vllm_thunder.program.config import CONFIG_KEY, ThunderConfig
 from vllm_thunder.program.cost import blocks_for
 from vllm_thunder.program.policy import Action, ActionKind, Memory, make_policy
@@ -60,7 +60,9 @@ class ProgramScheduler(AsyncScheduler):
         request_id = request.request_id
         if request.program is None:
             self._unlabelled[request_id] = None
-        elif request_id not in self.pool.program_of:  # a known id is a streaming session's next chunk
+        elif (
+            request_id not in self.pool.program_of
+        ):  # a known id is a streaming session's next chunk
             self._turn_arrived(request)
             return
         super()._enqueue_waiting_request(request)
@@ -101,7 +103,9 @@ class ProgramScheduler(AsyncScheduler):
         self.table.request_unheld(program, request_id, now)
         return self._held.pop(request_id)
 
-    def _free_request(self, request: Request, delay_free_blocks: bool = False):
+    def _free_request(
+        self, request: Request, delay_free_blocks: bool = False
+    ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         result = super()._free_request(request, delay_free_blocks)
         self._unlabelled.pop(request.request_id, None)
         program = self.pool.program_of.pop(request.request_id, None)
@@ -213,7 +217,6 @@ class ProgramScheduler(AsyncScheduler):
         queued = len(self.running) + len(self.waiting) + len(self.kv_holding_waiting)
         return Memory(
             capacity_blocks=self.pool.num_gpu_blocks - 1,
-            block_size=self.block_size,
             unlabelled_blocks=unlabelled,
             shared_blocks=self.pool.ledger.shared_resident,
             free_blocks=self.pool.get_num_free_blocks(),
@@ -340,7 +343,9 @@ class ProgramScheduler(AsyncScheduler):
         now = self.clock()
         if self._changed or now >= self.policy.deadline:
             self._reconcile(now)
-        return None if self.policy.deadline == float("inf") else max(self.policy.deadline - now, 0.0)
+        return (
+            None if self.policy.deadline == float("inf") else max(self.policy.deadline - now, 0.0)
+        )
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         super().set_pause_state(pause_state)

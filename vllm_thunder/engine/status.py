@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -10,19 +11,19 @@ from vllm.v1.request import Request
 from vllm_thunder.engine.free_queue import EvictionClass
 from vllm_thunder.program.errors import IntegrityError, ThunderError
 from vllm_thunder.program.policy import Action, ActionKind
-from vllm_thunder.program.program import Phase, Program, Status as ProgramStatus
+from vllm_thunder.program.program import Phase, Program, Status
 
 if TYPE_CHECKING:
     from vllm_thunder.engine.scheduler import ProgramScheduler
 
-__all__ = ["Status"]
+__all__ = ["EngineStatus"]
 
 logger = init_logger(__name__)
 
 WAIT_BOUNDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
 
 
-class Status:
+class EngineStatus:
     """Counts what the scheduler did and describes it. All results are msgpack-able."""
 
     def __init__(self, scheduler: "ProgramScheduler"):
@@ -53,7 +54,7 @@ class Status:
 
     def call(self, op: str, *args: Any) -> Any:
         """``release``, ``turn_end``, ``get``, ``list``, ``summary``, ``metrics``."""
-        operations = {
+        operations: dict[str, Callable[..., Any]] = {
             "release": self._scheduler.release_program,
             "turn_end": self._scheduler.end_fan,
             "get": self.get,
@@ -85,7 +86,7 @@ class Status:
             "capacity_known": True,
             "programs": len(table),
             "by_phase": {str(phase): by_phase[phase] for phase in Phase},
-            "by_status": {str(s): by_status[s] for s in ProgramStatus},
+            "by_status": {str(s): by_status[s] for s in Status},
             "held_turns": sum(len(p.held) for p in table.waiting),
             "total_blocks": scheduler.pool.num_gpu_blocks - 1,
             "free_blocks": scheduler.pool.get_num_free_blocks(),
@@ -115,7 +116,7 @@ class Status:
                 "programs": [
                     [{"phase": str(phase), "status": str(status)}, float(states[phase, status])]
                     for phase in Phase
-                    for status in (ProgramStatus.ACTIVE, ProgramStatus.PAUSED)
+                    for status in (Status.ACTIVE, Status.PAUSED)
                 ]
             },
             "counters": {name: float(value) for name, value in self._counters().items()},

@@ -1,11 +1,11 @@
-"""Settings of the program scheduler: one frozen dataclass, the only place for defaults and ranges."""
+"""Settings of the program scheduler: the only place for defaults and ranges."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from vllm_thunder.program.errors import ConfigError
 
-__all__ = ["CONFIG_KEY", "POLICIES", "ThunderConfig"]
+__all__ = ["CONFIG_KEY", "POLICIES", "ThunderConfig", "flag_of"]
 
 #: Where the settings travel inside vLLM's ``additional_config``.
 CONFIG_KEY = "vllm_thunder"
@@ -14,7 +14,9 @@ CONFIG_KEY = "vllm_thunder"
 POLICIES = ("thunder", "fcfs")
 
 
-def _setting(default: Any, help: str, *, low: float | None = None, high: float | None = None):
+def _setting(
+    default: Any, help: str, *, low: float | None = None, high: float | None = None
+) -> Any:
     return field(default=default, metadata={"help": help, "low": low, "high": high})
 
 
@@ -31,19 +33,25 @@ class ThunderConfig:
         60.0, "seconds a turn may wait for its program's restore before it goes first", low=0.1
     )
     high_watermark: float = _setting(
-        1.0, "share of the KV cache that active programs may fill before one is paused",
-        low=0.05, high=1.0,
+        1.0,
+        "share of the KV cache that active programs may fill before one is paused",
+        low=0.05,
+        high=1.0,
     )
     low_watermark: float = _setting(
-        0.95, "share of the KV cache below which waiting programs are restored",
-        low=0.05, high=1.0,
+        0.95,
+        "share of the KV cache below which waiting programs are restored",
+        low=0.05,
+        high=1.0,
     )
     acting_half_life: float = _setting(
         1.0, "seconds in which an acting program's decay score f(t) = 2^-t/h halves", low=0.001
     )
     idle_grace: float = _setting(
-        0.25, "seconds for which a turn may be held while the engine has nothing to run",
-        low=0.0, high=1.0,
+        0.25,
+        "seconds for which a turn may be held while the engine has nothing to run",
+        low=0.0,
+        high=1.0,
     )
     retention: float = _setting(
         1800.0, "seconds without a turn after which a program is released", low=0.01
@@ -60,11 +68,14 @@ class ThunderConfig:
         for f in fields(self):
             if f.name == "policy":
                 continue
-            value, low, high = getattr(self, f.name), f.metadata["low"], f.metadata["high"]
             flag = flag_of(f.name)
-            if type(value) is not f.type and not (f.type is float and type(value) is int):
-                raise ConfigError(f"{flag}: {value!r} is not a {f.type.__name__}")
-            if value != value or (low is not None and value < low) or (high is not None and value > high):
+            value, low, high = getattr(self, f.name), f.metadata["low"], f.metadata["high"]
+            kinds = (int, float) if f.type is float else (int,)
+            if type(value) not in kinds:
+                kind = "number" if f.type is float else "whole number"
+                raise ConfigError(f"{flag}: {value!r} is not a {kind}")
+            too_low = low is not None and not value >= low  # not: NaN is in no range
+            if too_low or (high is not None and value > high):
                 raise ConfigError(f"{flag}: {value} is outside {_range_text(low, high)}")
         if self.low_watermark > self.high_watermark:
             raise ConfigError(

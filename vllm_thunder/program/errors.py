@@ -1,10 +1,10 @@
 """Every error that vllm_thunder raises on purpose.
 
-    ThunderError
-    ├── IdentityError     a request names its program in a way that cannot be used (HTTP 400)
-    ├── ConfigError       a flag or setting has a value that is not allowed
-    ├── PatchError        vLLM cannot be patched: another version, a changed file, too late
-    └── IntegrityError    the books of programs and blocks disagree with the block pool
+ThunderError
+├── IdentityError     a request names its program in a way that cannot be used (HTTP 400)
+├── ConfigError       a flag or setting has a value that is not allowed
+├── PatchError        vLLM cannot be patched: another version, a changed file, too late
+└── IntegrityError    the books of programs and blocks disagree with the block pool
 """
 
 __all__ = ["ConfigError", "IdentityError", "IntegrityError", "PatchError", "ThunderError"]

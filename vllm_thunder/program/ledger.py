@@ -13,15 +13,15 @@ from vllm_thunder.program.program import Program
 
 __all__ = ["BlockLedger"]
 
-Key = Hashable
+_Key = Hashable
 
 
 class BlockLedger:
     """Keeps ``Program.keys``, ``unique_blocks``, ``shared_blocks`` and ``resident_blocks``."""
 
-    def __init__(self, is_resident: Callable[[Key], bool]):
+    def __init__(self, is_resident: Callable[[_Key], bool]):
         self._is_resident = is_resident
-        self._holders: dict[Key, Program | set[Program]] = {}
+        self._holders: dict[_Key, Program | set[Program]] = {}
         #: Resident keys that at least two programs hold: they count once against capacity.
         self.shared_resident = 0
 
@@ -29,7 +29,7 @@ class BlockLedger:
         """Keys with at least one holder."""
         return len(self._holders)
 
-    def holder(self, key: Key) -> Program | set[Program] | None:
+    def holder(self, key: _Key) -> Program | set[Program] | None:
         """None, the only holder, or the set of holders (two or more)."""
         return self._holders.get(key)
 
@@ -45,7 +45,7 @@ class BlockLedger:
         program.stale_keys.update(program.keys)
         program.keys = {}
 
-    def hold(self, program: Program, key: Key) -> None:
+    def hold(self, program: Program, key: _Key) -> None:
         """``program``'s running turn uses ``key``."""
         if key in program.keys:
             return
@@ -69,7 +69,7 @@ class BlockLedger:
             program.shared_blocks += 1
         program.resident_blocks += resident
 
-    def end_turn(self, program: Program, completed: bool) -> list[Key]:
+    def end_turn(self, program: Program, completed: bool) -> list[_Key]:
         """The program's last running turn ended; returns the superseded keys, no longer held.
 
         ``completed`` is False when the turn's prompt was not fully computed: what it did not
@@ -83,7 +83,7 @@ class BlockLedger:
             self._drop(program, key)
         return list(stale)
 
-    def release(self, program: Program) -> list[Key]:
+    def release(self, program: Program) -> list[_Key]:
         """Drop everything that ``program`` holds; returns the keys whose holders changed."""
         keys = [*program.keys, *program.stale_keys]
         program.keys, program.stale_keys = {}, {}
@@ -91,11 +91,11 @@ class BlockLedger:
             self._drop(program, key)
         return keys
 
-    def became_resident(self, key: Key) -> None:
+    def became_resident(self, key: _Key) -> None:
         """A block with ``key`` entered the prefix cache, where there was none."""
         self._count_resident(key, 1)
 
-    def left_memory(self, key: Key) -> None:
+    def left_memory(self, key: _Key) -> None:
         """The last block with ``key`` left the prefix cache."""
         self._count_resident(key, -1)
 
@@ -107,7 +107,7 @@ class BlockLedger:
 
     def check_integrity(self, programs: Iterable[Program]) -> None:
         """Recount everything and raise IntegrityError where a count disagrees."""
-        holders: dict[Key, set[Program]] = {}
+        holders: dict[_Key, set[Program]] = {}
         problems = []
         programs = list(programs)
         for program in programs:
@@ -141,7 +141,7 @@ class BlockLedger:
         if problems:
             raise IntegrityError("; ".join(problems))
 
-    def _drop(self, program: Program, key: Key) -> None:
+    def _drop(self, program: Program, key: _Key) -> None:
         holders = self._holders[key]
         resident = self._is_resident(key)
         program.resident_blocks -= resident
@@ -159,7 +159,7 @@ class BlockLedger:
             last.shared_blocks -= 1
             self.shared_resident -= resident
 
-    def _count_resident(self, key: Key, change: int) -> None:
+    def _count_resident(self, key: _Key, change: int) -> None:
         holders = self._holders.get(key)
         if holders is None:
             return

@@ -14,7 +14,15 @@ from vllm_thunder.program.cost import PrefillRate, blocks_for
 from vllm_thunder.program.program import Phase, Program, Status
 from vllm_thunder.program.table import ProgramTable
 
-__all__ = ["Action", "ActionKind", "FcfsPolicy", "Memory", "ThunderPolicy", "make_policy"]
+__all__ = [
+    "Action",
+    "ActionKind",
+    "FcfsPolicy",
+    "Memory",
+    "ThunderPolicy",
+    "hold_seconds",
+    "make_policy",
+]
 
 
 class ActionKind(StrEnum):
@@ -38,12 +46,11 @@ class Memory:
 
     ``capacity_blocks``: blocks of the pool. ``unlabelled_blocks``: blocks in use by requests
     without a program. ``shared_blocks``: resident blocks that several programs hold.
-    ``free_blocks``: blocks that no running request references. ``free_slots``: turns that the engine may run beside those it runs. ``busy``: the engine
-    runs something now.
+    ``free_blocks``: blocks that no running request references. ``free_slots``: turns that the
+    engine may run beside those it runs. ``busy``: the engine runs something now.
     """
 
     capacity_blocks: int
-    block_size: int
     unlabelled_blocks: int
     shared_blocks: int
     free_blocks: int
@@ -52,9 +59,9 @@ class Memory:
 
 
 #: Seconds for which an acting program keeps its claim before any prefill rate is known.
-HOLD_PRIOR_SECONDS = 5.0
+_HOLD_PRIOR_SECONDS = 5.0
 #: A turn that has waited this share of ``max_wait`` displaces programs at their turn ends.
-OVERDUE_SHARE = 1 / 3
+_OVERDUE_SHARE = 1 / 3
 
 
 class FcfsPolicy:
@@ -171,7 +178,7 @@ class ThunderPolicy(FcfsPolicy):
         (ThunderAgent, section "Policy".) A running turn keeps its blocks: its program leaves
         when the turn ends, and the last one stays.
         """
-        actions = []
+        actions: list[Action] = []
         for program in sorted(self.table.acting, key=lambda p: p.context_tokens):
             if blocks <= 0:
                 return actions
@@ -191,7 +198,7 @@ class ThunderPolicy(FcfsPolicy):
         room = self._room(memory, self.config.low_watermark)
         slots = memory.free_slots
         free = memory.free_blocks
-        hold = hold_seconds(memory, self.prefill_rate)
+        hold = hold_seconds(memory.capacity_blocks * self.block_size, self.prefill_rate)
         busy = memory.busy
         for program in sorted(self.table.waiting, key=lambda p: self._restore_order(p, now)):
             assert program.waiting_since is not None
@@ -204,7 +211,7 @@ class ThunderPolicy(FcfsPolicy):
                 break  # running turns reference the blocks: only their ends help
             reason = "its claim fits"
             if need > room:
-                overdue = waited >= OVERDUE_SHARE * self.config.max_wait
+                overdue = waited >= _OVERDUE_SHARE * self.config.max_wait
                 rescue = not busy and waited >= self.config.idle_grace
                 chosen = self._victims(need - room, now, 0.0 if overdue or rescue else hold)
                 freed = sum(victim.claim for victim in chosen)
@@ -252,10 +259,10 @@ class ThunderPolicy(FcfsPolicy):
                 program.pause_when_turn_ends = True
                 blocks -= program.claim
 
-    def _restore_order(self, program: Program, now: float) -> tuple:
+    def _restore_order(self, program: Program, now: float) -> tuple[float, ...]:
         """Overdue first, in order of arrival; else priority, then S_restore (shortest first)."""
         assert program.waiting_since is not None
-        if now - program.waiting_since >= OVERDUE_SHARE * self.config.max_wait:
+        if now - program.waiting_since >= _OVERDUE_SHARE * self.config.max_wait:
             return (0, program.waiting_since)
         tokens = max(program.context_tokens, program.prompt_tokens)
         return (1, program.priority, tokens, program.waiting_since)
@@ -268,7 +275,7 @@ class ThunderPolicy(FcfsPolicy):
         self, first: Program, waited: float, now: float, hold: float, busy: bool
     ) -> None:
         """When does the case of ``first``, who waits, change although nothing happens?"""
-        overdue = OVERDUE_SHARE * self.config.max_wait
+        overdue = _OVERDUE_SHARE * self.config.max_wait
         due = [now + overdue - waited]
         for program in self.table.waiting:  # in order of arrival: the next to be overdue
             assert program.waiting_since is not None
@@ -284,7 +291,7 @@ class ThunderPolicy(FcfsPolicy):
         self.deadline = min([self.deadline, *(at for at in due if at > now)])
 
 
-def hold_seconds(memory: Memory, prefill_rate: PrefillRate) -> float:
+def hold_seconds(capacity_tokens: int, prefill_rate: PrefillRate) -> float:
     """Seconds after which holding an acting program's KV has cost as much as recomputing it.
 
     Holding c tokens for t seconds takes the share c/C of the engine's memory for t; recomputing
@@ -294,8 +301,8 @@ def hold_seconds(memory: Memory, prefill_rate: PrefillRate) -> float:
     """
     rate = prefill_rate.tokens_per_second
     if rate is None:
-        return HOLD_PRIOR_SECONDS
-    return memory.capacity_blocks * memory.block_size / rate
+        return _HOLD_PRIOR_SECONDS
+    return capacity_tokens / rate
 
 
 def make_policy(config: ThunderConfig, table: ProgramTable, block_size: int) -> FcfsPolicy:

@@ -94,6 +94,7 @@ class Program:
     def __repr__(self) -> str:
         return (
             f"Program({self.program_id!r}, {self.phase}, {self.status}, "
-            f"tokens={self.context_tokens}, blocks={self.unique_blocks}+{self.shared_blocks} shared, "
+            f"tokens={self.context_tokens}, "
+            f"blocks={self.unique_blocks}+{self.shared_blocks} shared, "
             f"turns={len(self.turns)} in flight, held={len(self.held)})"
         )
