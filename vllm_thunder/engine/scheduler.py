@@ -7,13 +7,22 @@ wait are in a queue of our own: vLLM's queues hold only what may run now.
 
 import time
 from collections import deque
+from dataclasses import replace
+from math import inf
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_block_hashes
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    KVCacheGroupSpec,
+    MambaSpec,
+    get_kv_cache_spec_sliding_window,
+)
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -21,12 +30,14 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_thunder.engine.block_pool import adopt
 from vllm_thunder.engine.status import EngineStatus
 from vllm_thunder.program.config import CONFIG_KEY, ThunderConfig
-from vllm_thunder.program.cost import blocks_for
+from vllm_thunder.program.cost import ContextBlocks
 from vllm_thunder.program.policy import Action, ActionKind, Memory, make_policy
 from vllm_thunder.program.program import Program, Status
 from vllm_thunder.program.table import ProgramTable
 
 __all__ = ["ProgramScheduler"]
+
+logger = init_logger(__name__)
 
 #: A held turn whose grammar is still compiling is looked at this often (seconds), so that a
 #: compilation error reaches the client although the turn waits.
@@ -44,8 +55,13 @@ class ProgramScheduler(AsyncScheduler):
         config = ThunderConfig.from_dict(dict(settings.get(CONFIG_KEY, {})))
         self.clock = time.monotonic
         self.table = ProgramTable(config)
-        self.policy = make_policy(config, self.table, self.block_size)
         self.pool = adopt(self.kv_cache_manager, config.acting_half_life)
+        self.blocks_of = ContextBlocks([_group(g) for g in self.kv_cache_config.kv_cache_groups])
+        if config.policy != "fcfs" and not self.kv_cache_manager.enable_caching:
+            # Some models turn prefix caching off by themselves: nothing outlives a turn then.
+            logger.warning("Prefix caching is off for this model: programs are scheduled as fcfs.")
+            config = replace(config, policy="fcfs")
+        self.policy = make_policy(config, self.table, self.blocks_of)
         self.status = EngineStatus(self)
         self._held: dict[str, Request] = {}
         self._unlabelled: dict[str, None] = {}
@@ -255,7 +271,7 @@ class ProgramScheduler(AsyncScheduler):
                 return
             if request.kv_transfer_params is not None:
                 return
-            needed = blocks_for(request.num_tokens, self.block_size) - program.shared_blocks
+            needed = self.blocks_of(request.num_tokens) - program.shared_blocks
             if needed <= self.pool.get_num_free_blocks():
                 return
             self.waiting.pop_request()
@@ -343,9 +359,7 @@ class ProgramScheduler(AsyncScheduler):
         now = self.clock()
         if self._changed or now >= self.policy.deadline:
             self._reconcile(now)
-        return (
-            None if self.policy.deadline == float("inf") else max(self.policy.deadline - now, 0.0)
-        )
+        return None if self.policy.deadline == inf else max(self.policy.deadline - now, 0.0)
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         super().set_pause_state(pause_state)
@@ -368,3 +382,13 @@ class ProgramScheduler(AsyncScheduler):
         self.table.check_integrity()
         self.pool.check_integrity()
         self.status.check_integrity(self._held)
+
+
+def _group(group: KVCacheGroupSpec) -> tuple[int, int | None]:
+    """Block size of a KV-cache group and the tokens that it keeps (None: all)."""
+    spec = group.kv_cache_spec
+    if isinstance(spec, MambaSpec):
+        return spec.block_size, spec.block_size
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return spec.block_size, spec.attention_chunk_size
+    return spec.block_size, get_kv_cache_spec_sliding_window(spec)

@@ -1,13 +1,36 @@
 """The cost model: what holding KV costs, what recomputing it costs, and what is learned of both."""
 
+from collections.abc import Sequence
 from math import ceil
 
-__all__ = ["Ewma", "PrefillRate", "blocks_for", "decay", "stretched_age"]
+__all__ = ["ContextBlocks", "Ewma", "PrefillRate", "decay", "stretched_age"]
 
 
-def blocks_for(tokens: float, block_size: int) -> int:
-    """KV blocks that ``tokens`` tokens occupy."""
-    return ceil(tokens / block_size)
+class ContextBlocks:
+    """How many KV blocks a context occupies, over all KV-cache groups of a model.
+
+    ``groups``: for each group its block size and, where its layers look back only so far
+    (sliding window, chunked, state space), the number of tokens that it keeps; both in tokens.
+    """
+
+    def __init__(self, groups: Sequence[tuple[int, int | None]]):
+        self._groups = tuple(groups)
+
+    def __call__(self, tokens: float) -> int:
+        """Blocks in use by one running request with ``tokens`` tokens of context."""
+        total = 0
+        for block_size, kept in self._groups:
+            blocks = ceil(tokens / block_size)
+            # A window rarely starts at a block's edge: one more block is partly in it.
+            total += blocks if kept is None else min(blocks, ceil(kept / block_size) + 1)
+        return total
+
+    def tokens_in(self, blocks: int) -> float:
+        """Tokens of many long contexts that ``blocks`` blocks hold."""
+        per_token = sum(1 / block_size for block_size, kept in self._groups if kept is None)
+        if not per_token:  # only windows: each context costs the same, however long
+            per_token = sum(1 / block_size for block_size, _ in self._groups)
+        return blocks / per_token
 
 
 def decay(seconds: float, half_life: float) -> float:

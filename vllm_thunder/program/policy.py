@@ -10,7 +10,7 @@ from enum import StrEnum
 from math import inf
 
 from vllm_thunder.program.config import ThunderConfig
-from vllm_thunder.program.cost import PrefillRate, blocks_for
+from vllm_thunder.program.cost import ContextBlocks, PrefillRate
 from vllm_thunder.program.program import Phase, Program, Status
 from vllm_thunder.program.table import ProgramTable
 
@@ -114,9 +114,9 @@ class ThunderPolicy(FcfsPolicy):
     is held until its claim fits.
     """
 
-    def __init__(self, config: ThunderConfig, table: ProgramTable, block_size: int):
+    def __init__(self, config: ThunderConfig, table: ProgramTable, blocks_of: ContextBlocks):
         super().__init__(config, table)
-        self.block_size = block_size
+        self.blocks_of = blocks_of
 
     def admit(self, program: Program, now: float) -> bool:
         if program.status is not Status.ACTIVE:
@@ -162,7 +162,7 @@ class ThunderPolicy(FcfsPolicy):
             ahead = program.growth or self.table.growth.value
         tokens = max(program.context_tokens, program.prompt_tokens) + ahead
         borrowed = max(program.shared_blocks, program.borrowed_blocks)
-        blocks = max(blocks_for(tokens, self.block_size) - borrowed, 1)
+        blocks = max(self.blocks_of(tokens) - borrowed, 1)
         return blocks if reasoning or program.turns_done > 1 else blocks * self.table.returns.value
 
     def _room(self, memory: Memory, watermark: float) -> float:
@@ -198,7 +198,7 @@ class ThunderPolicy(FcfsPolicy):
         room = self._room(memory, self.config.low_watermark)
         slots = memory.free_slots
         free = memory.free_blocks
-        hold = hold_seconds(memory.capacity_blocks * self.block_size, self.prefill_rate)
+        hold = hold_seconds(self.blocks_of.tokens_in(memory.capacity_blocks), self.prefill_rate)
         busy = memory.busy
         for program in sorted(self.table.waiting, key=lambda p: self._restore_order(p, now)):
             assert program.waiting_since is not None
@@ -206,7 +206,7 @@ class ThunderPolicy(FcfsPolicy):
                 break
             waited = now - program.waiting_since
             need = self._claim(program)
-            prompt = blocks_for(program.prompt_tokens, self.block_size) - program.borrowed_blocks
+            prompt = self.blocks_of(program.prompt_tokens) - program.borrowed_blocks
             if busy and prompt > free:
                 break  # running turns reference the blocks: only their ends help
             reason = "its claim fits"
@@ -291,7 +291,7 @@ class ThunderPolicy(FcfsPolicy):
         self.deadline = min([self.deadline, *(at for at in due if at > now)])
 
 
-def hold_seconds(capacity_tokens: int, prefill_rate: PrefillRate) -> float:
+def hold_seconds(capacity_tokens: float, prefill_rate: PrefillRate) -> float:
     """Seconds after which holding an acting program's KV has cost as much as recomputing it.
 
     Holding c tokens for t seconds takes the share c/C of the engine's memory for t; recomputing
@@ -305,8 +305,8 @@ def hold_seconds(capacity_tokens: int, prefill_rate: PrefillRate) -> float:
     return capacity_tokens / rate
 
 
-def make_policy(config: ThunderConfig, table: ProgramTable, block_size: int) -> FcfsPolicy:
-    """The policy that ``config.policy`` names; ``block_size`` in tokens."""
+def make_policy(config: ThunderConfig, table: ProgramTable, blocks_of: ContextBlocks) -> FcfsPolicy:
+    """The policy that ``config.policy`` names, for a model with contexts of ``blocks_of``."""
     if config.policy == "fcfs":
         return FcfsPolicy(config, table)
-    return ThunderPolicy(config, table, block_size)
+    return ThunderPolicy(config, table, blocks_of)

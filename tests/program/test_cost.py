@@ -1,0 +1,50 @@
+import pytest
+
+from vllm_thunder.program.cost import ContextBlocks, Ewma, PrefillRate, decay, stretched_age
+
+
+def test_decay_halves_every_half_life():
+    assert decay(0.0, 3.0) == 1.0
+    assert decay(3.0, 3.0) == 0.5
+    assert decay(1e9, 3.0) == 0.0
+
+
+def test_stretched_age_grows_and_never_exceeds_the_true_age():
+    ages = [stretched_age(t / 10, 2.0) for t in range(500)]
+    assert ages == sorted(ages)
+    assert all(age <= t / 10 for t, age in enumerate(ages))
+    assert stretched_age(100.0, 2.0) == pytest.approx(100.0)
+
+
+def test_context_blocks_of_full_attention():
+    blocks = ContextBlocks([(16, None)])
+    assert [blocks(n) for n in (0, 1, 16, 17, 160)] == [0, 1, 1, 2, 10]
+    assert blocks.tokens_in(10) == 160
+
+
+def test_a_sliding_window_keeps_a_bounded_number_of_blocks():
+    blocks = ContextBlocks([(16, None), (16, 64)])
+    assert blocks(32) == 4
+    assert blocks(16_000) == 1000 + 5
+    assert blocks.tokens_in(1000) == 16_000
+
+
+def test_prefill_rate_follows_the_engine():
+    rate = PrefillRate()
+    assert rate.tokens_per_second is None
+    rate.add(0, 1.0)  # a decode step says nothing
+    assert rate.tokens_per_second is None
+    for _ in range(20):
+        rate.add(2048, 2048 / 400)
+    assert rate.tokens_per_second == pytest.approx(400)
+    for _ in range(200):
+        rate.add(2048, 2048 / 4000)
+    assert rate.tokens_per_second == pytest.approx(4000, rel=0.05)
+
+
+def test_ewma_replaces_a_prior_without_weight_and_keeps_one_with():
+    light, heavy = Ewma(10.0, 0.1), Ewma(10.0, 0.1, prior_samples=4)
+    light.add(20.0)
+    heavy.add(20.0)
+    assert light.value == 20.0
+    assert heavy.value == 12.0
