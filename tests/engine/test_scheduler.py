@@ -229,6 +229,12 @@ def test_clients_that_never_release_expire(make_engine):
     assert engine.scheduler.idle_timeout() is None
 
 
+def test_an_absurd_retention_does_not_break_the_idle_wait(make_engine):
+    engine = make_engine()
+    engine.turn(text(1, 60), "p", retention_seconds=1e300)
+    assert 0 < engine.scheduler.idle_timeout() <= 60.0
+
+
 def test_an_id_that_changes_on_every_call(make_engine):
     """10,000 one-turn programs: the table is bounded and nobody waits."""
     engine = make_engine(blocks=64, max_programs=500)

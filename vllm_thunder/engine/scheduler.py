@@ -44,6 +44,8 @@ logger = init_logger(__name__)
 GRAMMAR_POLL_SECONDS = 0.05
 #: Nothing sleeps longer than this (seconds) while turns are held.
 LONGEST_NAP_SECONDS = 1.0
+#: An idle engine with programs wakes at least this often (seconds).
+LONGEST_SLEEP_SECONDS = 60.0
 
 
 class ProgramScheduler(AsyncScheduler):
@@ -154,6 +156,7 @@ class ProgramScheduler(AsyncScheduler):
         """Its last turn ended."""
         self.policy.acts(program)
         if program.release_when_turn_ends:
+            self.table.released += 1
             self._release(program)
         elif program.pause_when_turn_ends:
             program.pause_when_turn_ends = False
@@ -319,6 +322,7 @@ class ProgramScheduler(AsyncScheduler):
             if pending:
                 program.release_when_turn_ends = True
             else:
+                self.table.released += 1
                 self._release(program)
         return {"program_id": program_id, "released": program is not None, "pending": pending}
 
@@ -355,11 +359,14 @@ class ProgramScheduler(AsyncScheduler):
         return max(nap, 0.0)
 
     def idle_timeout(self) -> float | None:
-        """Does what is due without a step; seconds until the next such thing, None: never."""
+        """Does what is due without a step; seconds until it is to be asked again, None: never."""
         now = self.clock()
         if self._changed or now >= self.policy.deadline:
             self._reconcile(now)
-        return None if self.policy.deadline == inf else max(self.policy.deadline - now, 0.0)
+        if self.policy.deadline == inf:
+            return None
+        # Retention is a client's number: a wait has to fit into what a lock can wait for.
+        return min(max(self.policy.deadline - now, 0.001), LONGEST_SLEEP_SECONDS)
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         super().set_pause_state(pause_state)

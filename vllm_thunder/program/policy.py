@@ -11,6 +11,7 @@ from math import inf
 
 from vllm_thunder.program.config import ThunderConfig
 from vllm_thunder.program.cost import ContextBlocks, PrefillRate
+from vllm_thunder.program.errors import ConfigError
 from vllm_thunder.program.program import Phase, Program, Status
 from vllm_thunder.program.table import ProgramTable
 
@@ -307,6 +308,10 @@ def hold_seconds(capacity_tokens: float, prefill_rate: PrefillRate) -> float:
 
 def make_policy(config: ThunderConfig, table: ProgramTable, blocks_of: ContextBlocks) -> FcfsPolicy:
     """The policy that ``config.policy`` names, for a model with contexts of ``blocks_of``."""
-    if config.policy == "fcfs":
-        return FcfsPolicy(config, table)
-    return ThunderPolicy(config, table, blocks_of)
+    match config.policy:
+        case "fcfs":
+            return FcfsPolicy(config, table)
+        case "thunder":
+            return ThunderPolicy(config, table, blocks_of)
+        case name:
+            raise ConfigError(f"--thunder-policy: no policy is called {name!r}")

@@ -44,6 +44,7 @@ class ProgramTable:
         self.turns_done = 0
         self.pauses = 0
         self.created = 0
+        #: Programs that ended because a client said so.
         self.released = 0
         self.expired = 0
         self.evicted = 0
@@ -175,7 +176,6 @@ class ProgramTable:
         if program.status is Status.ACTIVE:
             self._deactivate(program)
         program.status = Status.TERMINATED
-        self.released += 1
 
     def _deactivate(self, program: Program) -> None:
         self.set_claim(program, 0.0)
