@@ -39,14 +39,14 @@ class Engine:
         scheduler: type[AsyncScheduler] = ProgramScheduler,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 8192,
-        sliding_window: int | None = None,
         groups: list[KVCacheGroupSpec] | None = None,
         scheduling: str = "fcfs",
+        caching: bool = True,
         **settings: Any,
     ):
         self.now = 1000.0
         model_config = ModelConfig(model=str(model), dtype="float32", seed=0, max_model_len=8192)
-        cache_config = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
+        cache_config = CacheConfig(block_size=BLOCK, enable_prefix_caching=caching)
         config = VllmConfig(
             model_config=model_config,
             cache_config=cache_config,
@@ -79,7 +79,7 @@ class Engine:
         self.scheduler.clock = lambda: self.now
         hash_fn = get_hash_fn_by_name("sha256")
         init_none_hash(hash_fn)
-        self._hasher = get_request_block_hasher(BLOCK, hash_fn)
+        self._hasher = get_request_block_hasher(BLOCK, hash_fn) if caching else None
         self._ids = 0
         self.outstanding: deque[SchedulerOutput] = deque()
 

@@ -194,7 +194,9 @@ class ProgramScheduler(AsyncScheduler):
 
     def _reconcile(self, now: float) -> None:
         self._changed = False
-        self._pause_what_lost_its_blocks()
+        for program in self.pool.free_block_queue.take_emptied():
+            for action in self.policy.lost_blocks(program):
+                self._carry_out(action, now)
         memory = self.memory()
         for program in self.table.waiting:
             program.borrowed_blocks = self._borrowed_blocks(program)
@@ -204,14 +206,6 @@ class ProgramScheduler(AsyncScheduler):
             actions = self.policy.expire(now)
         for action in actions:
             self._carry_out(action, now)
-
-    def _pause_what_lost_its_blocks(self) -> None:
-        """An acting program whose blocks were all reused has nothing left to claim."""
-        queue = self.pool.free_block_queue
-        for program in queue.take_emptied():
-            if program in self.table.acting:
-                self.table.pause(program)
-                queue.program_paused(program)
 
     def _carry_out(self, action: Action, now: float) -> None:
         program = action.program

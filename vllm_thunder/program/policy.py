@@ -88,6 +88,10 @@ class FcfsPolicy:
     def acts(self, program: Program) -> None:
         """The program's last turn in flight ended."""
 
+    def lost_blocks(self, program: Program) -> list[Action]:
+        """The last free block of an active program was reused by somebody else."""
+        return []
+
     def reconcile(self, now: float, memory: Memory) -> list[Action]:
         """The actions due at ``now``; sets ``deadline``.
 
@@ -132,6 +136,12 @@ class ThunderPolicy(FcfsPolicy):
     def acts(self, program: Program) -> None:
         if program.status is Status.ACTIVE:
             self.table.set_claim(program, self._claim(program))
+
+    def lost_blocks(self, program: Program) -> list[Action]:
+        # It has nothing left to keep: its return costs what a restore costs.
+        if program not in self.table.acting:
+            return []
+        return [self._pause(program, "its blocks were reused")]
 
     def reconcile(self, now: float, memory: Memory) -> list[Action]:
         actions = self.expire(now)

@@ -1,0 +1,185 @@
+"""Corners of vLLM's scheduler in which programs could go wrong."""
+
+import random
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.request import RequestStatus
+
+from tests.engine.harness import BLOCK, text
+from vllm_thunder.engine.block_pool import ProgramBlockPool
+from vllm_thunder.program.policy import FcfsPolicy
+
+
+def test_connector_cleanup_is_not_confused_by_held_turns(make_engine):
+    """With a connector vLLM compares its requests with its queues; held turns are in neither."""
+    engine = make_engine(blocks=64)
+    blocker = engine.send(text(1, 60 * BLOCK), "blocker", max_tokens=5)
+    engine.step()
+    engine.send(text(2, 60 * BLOCK), "p")
+    engine.step()
+    engine.scheduler.connector = object()
+    assert engine.scheduler._held
+    assert not engine.scheduler.has_finished_requests()
+    engine.scheduler.connector = None
+    engine.run(blocker)
+
+
+def test_admission_counts_running_slots(make_engine):
+    """More turns than slots: the rest is held where it can be ordered, not queued by arrival."""
+    engine = make_engine(blocks=200, max_num_seqs=3)
+    requests = [engine.send(text(i, (12 - i) * BLOCK), f"p{i}", max_tokens=4) for i in range(10)]
+    engine.step()
+    assert len(engine.scheduler.running) == 3
+    assert not engine.scheduler.waiting
+    running = {r.request_id for r in engine.scheduler.running}
+    assert running == {r.request_id for r in requests[-3:]}  # the shortest
+    engine.run(*requests)
+
+
+def test_deferred_frees_and_overlapping_steps_keep_the_books(make_engine):
+    """Frees wait for the step in flight: the program is gone from the request by then."""
+    engine = make_engine(blocks=48, max_num_batched_tokens=128)
+    engine.scheduler.defer_block_free = True
+    rng = random.Random(4)
+    live = {}
+    contexts: dict[str, list[int]] = {}
+    for _ in range(300):
+        name = f"p{rng.randrange(6)}"
+        if rng.random() < 0.3 and name not in live:
+            context = (contexts.get(name) or text(0, 60)) + text(rng.randrange(40), 30)
+            live[name] = engine.send(context[:400], name, max_tokens=rng.randrange(1, 20))
+        elif rng.random() < 0.1 and live:
+            engine.abort(live.pop(rng.choice(sorted(live))))
+        engine.schedule()
+        engine.now += 0.05
+        if len(engine.outstanding) == 2:
+            engine.update()
+        engine.scheduler.table.check_integrity()
+        for name, request in list(live.items()):
+            if request.is_finished():
+                contexts[name] = list(request.all_token_ids)
+                del live[name]
+    engine.abort(*live.values())
+    for _ in range(6):
+        engine.schedule()
+        while engine.outstanding:
+            engine.update()
+    for program in list(engine.scheduler.table):
+        engine.scheduler.release_program(program.program_id)
+    engine.check()
+    assert engine.free_blocks == 48
+
+
+def test_a_hit_changes_who_holds_a_paused_programs_block(make_engine):
+    engine = make_engine(blocks=64)
+    prompt = text(1, 8 * BLOCK)
+    engine.turn(prompt + text(2, 10), "a")
+    program = engine.program("a")
+    engine.scheduler.table.pause(program)
+    engine.pool.free_block_queue.program_paused(program)
+    before = program.unique_blocks
+    engine.turn(prompt + text(3, 10), "b")
+    assert program.unique_blocks == before - 8
+    assert program.shared_blocks == engine.program("b").shared_blocks == 8
+    tail = engine.pool.free_block_queue.get_all_free_blocks()[-8:]
+    assert all(isinstance(engine.pool.ledger.holder(b.block_hash), set) for b in tail)
+
+
+def test_unpinned_blocks_go_to_the_tail_and_unhashed_ones_to_the_front(make_engine):
+    ours, stock = make_engine(blocks=20), make_engine(blocks=20, scheduler=AsyncScheduler)
+    for engine in (ours, stock):
+        engine.turn(text(1, 5 * BLOCK))
+        taken = engine.pool.get_new_blocks(3)
+        engine.pool.unpin_blocks(taken, on_reuse=lambda block: None)
+        blank = engine.pool.get_new_blocks(2)
+        engine.pool.free_blocks(blank)
+    order = [b.block_id for b in ours.pool.free_block_queue.get_all_free_blocks()]
+    assert order == [b.block_id for b in stock.pool.free_block_queue.get_all_free_blocks()]
+
+
+def test_iteration_after_a_cursor_goes_on_in_reuse_order(make_engine):
+    engine = make_engine(blocks=40)
+    engine.turn(text(1, 80), "a")
+    engine.turn(text(2, 80))
+    queue = engine.pool.free_block_queue
+    blocks = queue.get_all_free_blocks()
+    for position in (0, 7, len(blocks) - 1):
+        assert list(queue.iter_blocks_after(blocks[position])) == blocks[position + 1 :]
+
+
+def test_pools_of_others_stay_vllms(make_engine):
+    """CPU offload builds its own pool through the same coordinator: only ours is adopted."""
+    engine = make_engine(blocks=20)
+    other = make_engine(blocks=20, scheduler=AsyncScheduler)
+    assert type(engine.pool) is ProgramBlockPool
+    assert type(other.pool) is not ProgramBlockPool
+
+
+def test_a_model_without_prefix_caching_is_scheduled_in_stock_order(make_engine):
+    engine = make_engine(blocks=40, caching=False)
+    assert type(engine.scheduler.policy) is FcfsPolicy
+    requests = [engine.send(text(i, 200), f"p{i}", max_tokens=3) for i in range(6)]
+    engine.step()
+    assert not engine.scheduler._held
+    engine.run(*requests)
+    assert engine.free_blocks == 40
+
+
+def test_fcfs_only_accounts(make_engine):
+    ours = make_engine(blocks=30, policy="fcfs")
+    stock = make_engine(blocks=30, scheduler=AsyncScheduler)
+    rng = random.Random(8)
+    for _ in range(60):
+        prompt = text(rng.randrange(5), rng.randrange(10, 200))
+        for engine in (ours, stock):
+            engine.send(prompt, None if engine is stock else f"p{rng.randrange(4)}", max_tokens=6)
+        outputs = ours.step(0.01), stock.step(0.01)
+        assert outputs[0] == outputs[1]
+    assert ours.scheduler.table.pauses == 0
+    ours.run()
+
+
+def test_priority_scheduling_of_vllm_still_works(make_engine):
+    engine = make_engine(blocks=64, scheduling="priority")
+    urgent = engine.send(text(1, 40), request={"priority": -1})
+    normal = engine.send(text(2, 40), "p", request={"priority": 5})
+    engine.run(urgent, normal)
+
+
+def test_beams_come_one_request_at_a_time_and_are_one_turn(make_engine):
+    """Beam search sends a request per beam and token, with nothing in flight in between."""
+    engine = make_engine(blocks=64)
+    context = text(1, 60)
+    for token in range(5):
+        beams = [
+            engine.send([*context, 10 + token, 20 + b], "p", turn_id="beam", fans_out=True)
+            for b in range(2)
+        ]
+        engine.run(*beams)
+        assert engine.program("p").turns_done == 0
+    engine.scheduler.programs("turn_end", "p", "beam")
+    assert engine.program("p").turns_done == 1
+
+
+def test_a_turn_id_that_comes_back_after_it_ended(make_engine):
+    """/v1/responses with built-in tools: one HTTP call, engine requests one after another."""
+    engine = make_engine(blocks=64)
+    engine.turn(text(1, 60), "p", turn_id="call")
+    engine.turn(text(1, 80), "p", turn_id="call")
+    assert not engine.program("p").in_flight
+    engine.check()
+
+
+def test_a_preempted_turn_that_is_aborted_leaves_nothing(make_engine):
+    engine = make_engine(blocks=20)
+    requests = [engine.send(text(i, 8 * BLOCK), f"p{i}", max_tokens=60) for i in range(2)]
+    for _ in range(200):
+        engine.step(0.01)
+        preempted = [r for r in requests if r.status is RequestStatus.PREEMPTED]
+        if preempted:
+            break
+    assert preempted
+    engine.abort(*requests)
+    engine.step()
+    engine.check()
+    assert engine.free_blocks == 20
