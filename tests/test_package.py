@@ -75,7 +75,7 @@ def test_names(repo_root: Path, built: Built) -> None:
     assert built.sdist.name == f"vllm_thunder-{version(repo_root)}.tar.gz"
 
 
-def test_wheel_holds_the_package_and_the_patches_and_nothing_else(
+def test_wheel_holds_the_package_its_patches_and_traces_and_nothing_else(
     repo_root: Path, built: Built
 ) -> None:
     package = {
@@ -87,8 +87,12 @@ def test_wheel_holds_the_package_and_the_patches_and_nothing_else(
         for p in (repo_root / "patches").rglob(kind)
     }
     assert patches, "the checkout has patches"
+    traces = {
+        f"vllm_thunder/traces/{p.name}" for p in (repo_root / "benchmarks" / "traces").iterdir()
+    }
+    assert traces, "the demo has a trace"
     names = {name for name in built.wheel_names() if ".dist-info/" not in name}
-    assert names == package | patches | {"vllm_thunder/py.typed"}
+    assert names == package | patches | traces | {"vllm_thunder/py.typed"}
 
 
 def test_sdist_holds_the_repository(repo_root: Path, built: Built) -> None:

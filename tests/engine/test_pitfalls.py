@@ -24,6 +24,19 @@ def test_connector_cleanup_is_not_confused_by_held_turns(make_engine):
     engine.run(blocker)
 
 
+def test_the_end_of_an_unlabelled_request_lets_held_turns_go_on(make_engine):
+    engine = make_engine(blocks=64)
+    plain = engine.send(text(1, 60 * BLOCK), max_tokens=5)
+    engine.step()
+    request = engine.send(text(2, 30 * BLOCK), "p")
+    engine.step()
+    assert engine.scheduler._held
+    engine.run(plain)
+    engine.step()
+    assert not engine.scheduler._held
+    engine.run(request)
+
+
 def test_admission_counts_running_slots(make_engine):
     """More turns than slots: the rest is held where it can be ordered, not queued by arrival."""
     engine = make_engine(blocks=200, max_num_seqs=3)

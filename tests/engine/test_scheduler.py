@@ -93,7 +93,7 @@ def test_restore_is_shortest_first_and_an_overdue_program_before_all(make_engine
         "small",
         "large",
     ]
-    later = engine.now + 10.0
+    later = engine.now + 15.0
     assert [p.program_id for p in sorted(table.waiting, key=lambda p: order(p, later))] == [
         "large",
         "small",

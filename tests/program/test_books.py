@@ -156,6 +156,8 @@ class PolicyMachine(RuleBasedStateMachine):
                     self.table.request_unheld(action.program, request_id, self.now)
                     self.running[request_id] = self.waiting.pop(request_id)
         assert self.policy.deadline > self.now
+        if self.table.waiting:
+            assert self.policy.deadline <= self.now + 1.0
         if self.table.claimed > claimed and busy:  # restored beside something that runs
             assert self.table.claimed <= self.CAPACITY - unlabelled - shared + 1e-6
 

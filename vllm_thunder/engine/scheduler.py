@@ -125,7 +125,9 @@ class ProgramScheduler(AsyncScheduler):
         self, request: Request, delay_free_blocks: bool = False
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         result = super()._free_request(request, delay_free_blocks)
-        self._unlabelled.pop(request.request_id, None)
+        if request.request_id in self._unlabelled:
+            del self._unlabelled[request.request_id]
+            self._changed = True
         program = self.pool.program_of.pop(request.request_id, None)
         if program is not None:
             self._request_ended(request, program)
@@ -238,21 +240,25 @@ class ProgramScheduler(AsyncScheduler):
         )
 
     def _borrowed_blocks(self, program: Program) -> int:
-        """Blocks of a waiting program's prompt that are in memory and are not its own."""
+        """Blocks of a waiting program's prompt that are in memory and on another's account."""
         if program.keys or program.stale_keys:
             return program.shared_blocks
         request = self._held[next(iter(program.held))]
-        return self._resident_prefix(request)
+        return self._claimed_prefix(request)
 
-    def _resident_prefix(self, request: Request) -> int:
-        """Leading blocks of a prompt that are cached, by bisection: eviction is tail first."""
+    def _claimed_prefix(self, request: Request) -> int:
+        """Leading blocks of a prompt that are cached and counted already: shared, or claimed by
+        their only holder. By bisection: eviction is tail first, and programs part only once."""
         if not self.kv_cache_manager.prefix_cache_lookup_enabled(request):
             return 0
         hashes = resolve_block_hashes(request.block_hashes, self.hash_block_size, self.block_size)
         low, high = 0, len(hashes)
         while low < high:
             middle = (low + high) // 2
-            if self.pool.is_resident(make_block_hash_with_group_id(hashes[middle], 0)):
+            key = make_block_hash_with_group_id(hashes[middle], 0)
+            holder = self.pool.ledger.holder(key)
+            unclaimed = isinstance(holder, Program) and holder.status is not Status.ACTIVE
+            if holder is not None and not unclaimed and self.pool.is_resident(key):
                 low = middle + 1
             else:
                 high = middle

@@ -61,8 +61,13 @@ class Memory:
 
 #: Seconds for which an acting program keeps its claim before any prefill rate is known.
 _HOLD_PRIOR_SECONDS = 5.0
+#: While turns are held a decision is made at least this often (the paper's Δt is 5 s).
+_TICK_SECONDS = 1.0
 #: A turn that has waited this share of ``max_wait`` displaces programs at their turn ends.
-_OVERDUE_SHARE = 1 / 3
+_OVERDUE_SHARE = 0.5
+#: How fast waiting makes up for size in the order of restores. Measured on the ``thrash`` load:
+#: 1 to 5 differ by a few per cent, plain shortest-first loses a quarter of the throughput.
+_AGEING_EXPONENT = 3
 
 
 class FcfsPolicy:
@@ -150,6 +155,9 @@ class ThunderPolicy(FcfsPolicy):
             actions += self._shed(short)
         if self.table.waiting:
             actions += self._restore(now, memory)
+        if self.table.waiting:
+            # Events bring us here sooner; memory that is freed without one must not be missed.
+            self.deadline = min(self.deadline, now + _TICK_SECONDS)
         return actions
 
     def why_held(self, program: Program, now: float, memory: Memory) -> str:
@@ -271,12 +279,17 @@ class ThunderPolicy(FcfsPolicy):
                 blocks -= program.claim
 
     def _restore_order(self, program: Program, now: float) -> tuple[float, ...]:
-        """Overdue first, in order of arrival; else priority, then S_restore (shortest first)."""
+        """Overdue programs in order of arrival, then by priority and aged S_restore.
+
+        S_restore puts the shortest context first (ThunderAgent, section "Policy"; all that wait
+        are reasoning). Waiting shrinks a context in this order, to nothing when it is overdue.
+        """
         assert program.waiting_since is not None
-        if now - program.waiting_since >= _OVERDUE_SHARE * self.config.max_wait:
+        waited = (now - program.waiting_since) / (_OVERDUE_SHARE * self.config.max_wait)
+        if waited >= 1:
             return (0, program.waiting_since)
         tokens = max(program.context_tokens, program.prompt_tokens)
-        return (1, program.priority, tokens, program.waiting_since)
+        return (1, program.priority, tokens * (1 - waited) ** _AGEING_EXPONENT)
 
     def _pause(self, program: Program, reason: str) -> Action:
         self.table.pause(program)
