@@ -127,7 +127,7 @@ class ProgramScheduler(AsyncScheduler):
         result = super()._free_request(request, delay_free_blocks)
         if request.request_id in self._unlabelled:
             del self._unlabelled[request.request_id]
-            self._changed = True
+            self._changed |= bool(self._held)
         program = self.pool.program_of.pop(request.request_id, None)
         if program is not None:
             self._request_ended(request, program)
