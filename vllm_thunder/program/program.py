@@ -66,6 +66,7 @@ class Program:
     turns_done: int = 0
     turns_since_restore: int = 0
     pauses: int = 0
+    #: Times that it was given a claim while it waited, the first time included.
     restores: int = 0
     #: A request of the running turns ended before its prompt was computed.
     interrupted: bool = False
