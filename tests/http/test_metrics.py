@@ -14,7 +14,7 @@ from tests.http.test_client import metrics
 from vllm_thunder.engine import http
 from vllm_thunder.engine.free_queue import EvictionClass
 from vllm_thunder.engine.metrics import HELP, PREFIX, ProgramCollector
-from vllm_thunder.engine.status import Status
+from vllm_thunder.engine.status import EngineStatus
 
 
 @pytest.fixture
@@ -160,18 +160,19 @@ class Table(list):
 
 
 def test_every_value_that_the_engine_reports_has_a_help_text():
-    scheduler = SimpleNamespace(
-        table=Table(),
-        policy=SimpleNamespace(prefill_rate=SimpleNamespace(tokens_per_second=None)),
+    status = EngineStatus(
+        Table(),
         pool=SimpleNamespace(
             free_block_queue=SimpleNamespace(evicted=dict.fromkeys(EvictionClass, 0)),
             ledger=SimpleNamespace(shared_resident=0),
             num_gpu_blocks=10,
             get_num_free_blocks=lambda: 9,
         ),
+        policy=SimpleNamespace(prefill_rate=SimpleNamespace(tokens_per_second=None)),
         clock=lambda: 0.0,
+        memory=lambda: None,
     )
-    reported = Status(scheduler).metrics()
+    reported = status.metrics()
     names = {name for kind in reported.values() for name in kind}
     assert names == HELP.keys() - {"up"}
     families = {family.name for family in ProgramCollector(reported).collect()}

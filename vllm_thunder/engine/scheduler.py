@@ -7,6 +7,7 @@ wait are in a queue of our own: vLLM's queues hold only what may run now.
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -31,6 +32,7 @@ from vllm_thunder.engine.block_pool import adopt
 from vllm_thunder.engine.status import EngineStatus
 from vllm_thunder.program.config import CONFIG_KEY, ThunderConfig
 from vllm_thunder.program.cost import ContextBlocks
+from vllm_thunder.program.errors import ThunderError
 from vllm_thunder.program.policy import Action, ActionKind, Memory, make_policy
 from vllm_thunder.program.program import Program, Status
 from vllm_thunder.program.table import ProgramTable
@@ -64,7 +66,9 @@ class ProgramScheduler(AsyncScheduler):
             logger.warning("Prefix caching is off for this model: programs are scheduled as fcfs.")
             config = replace(config, policy="fcfs")
         self.policy = make_policy(config, self.table, self.blocks_of)
-        self.status = EngineStatus(self)
+        self.status = EngineStatus(
+            self.table, self.pool, self.policy, clock=lambda: self.clock(), memory=self.memory
+        )
         self._held: dict[str, Request] = {}
         self._unlabelled: dict[str, None] = {}
         self._changed = False
@@ -311,8 +315,19 @@ class ProgramScheduler(AsyncScheduler):
             self._release(program)
 
     def programs(self, op: str, *args: Any) -> Any:
-        """Operations that reach the engine core as utility calls; see :class:`EngineStatus`."""
-        return self.status.call(op, *args)
+        """Operations that reach the engine core as utility calls: a name, at most two strings."""
+        operations: dict[str, Callable[..., Any]] = {
+            "release": self.release_program,
+            "turn_end": self.end_fan,
+            "get": self.status.get,
+            "list": self.status.list,
+            "summary": self.status.summary,
+            "metrics": self.status.metrics,
+            "check_integrity": self.check_integrity,
+        }
+        if op not in operations:
+            raise ThunderError(f"unknown operation {op!r}; known: {', '.join(operations)}")
+        return operations[op](*args)
 
     def release_program(self, program_id: str) -> dict[str, Any]:
         """Release now, or when the turns in flight end; idempotent."""

@@ -3,18 +3,17 @@
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.request import Request
 
+from vllm_thunder.engine.block_pool import ProgramBlockPool
 from vllm_thunder.engine.free_queue import EvictionClass
-from vllm_thunder.program.errors import IntegrityError, ThunderError
-from vllm_thunder.program.policy import Action, ActionKind
+from vllm_thunder.program.errors import IntegrityError
+from vllm_thunder.program.policy import Action, ActionKind, FcfsPolicy, Memory
 from vllm_thunder.program.program import Phase, Program, Status
-
-if TYPE_CHECKING:
-    from vllm_thunder.engine.scheduler import ProgramScheduler
+from vllm_thunder.program.table import ProgramTable
 
 __all__ = ["EngineStatus"]
 
@@ -26,8 +25,20 @@ WAIT_BOUNDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0
 class EngineStatus:
     """Counts what the scheduler did and describes it. All results are msgpack-able."""
 
-    def __init__(self, scheduler: "ProgramScheduler"):
-        self._scheduler = scheduler
+    def __init__(
+        self,
+        table: ProgramTable,
+        pool: ProgramBlockPool,
+        policy: FcfsPolicy,
+        *,
+        clock: Callable[[], float],
+        memory: Callable[[], Memory],
+    ):
+        self._table = table
+        self._pool = pool
+        self._policy = policy
+        self._clock = clock
+        self._memory = memory
         self._counts: Counter[str] = Counter()
         self._wait_counts = [0] * (len(WAIT_BOUNDS) + 1)
         self._wait_sum = 0.0
@@ -50,35 +61,20 @@ class EngineStatus:
             self._counts["free_restore"] += program.resident_blocks == held_keys
         logger.debug("%s %r: %s", action.kind, program, action.reason)
 
-    # -- operations --------------------------------------------------------------------
-
-    def call(self, op: str, *args: Any) -> Any:
-        """``release``, ``turn_end``, ``get``, ``list``, ``summary``, ``metrics``."""
-        operations: dict[str, Callable[..., Any]] = {
-            "release": self._scheduler.release_program,
-            "turn_end": self._scheduler.end_fan,
-            "get": self.get,
-            "list": self.list,
-            "summary": self.summary,
-            "metrics": self.metrics,
-            "check_integrity": self._scheduler.check_integrity,
-        }
-        if op not in operations:
-            raise ThunderError(f"unknown operation {op!r}; known: {', '.join(operations)}")
-        return operations[op](*args)
+    # -- descriptions ------------------------------------------------------------------
 
     def get(self, program_id: str) -> dict[str, Any] | None:
         """One program, or None."""
-        program = self._scheduler.table.get(program_id)
+        program = self._table.get(program_id)
         return None if program is None else self._describe(program)
 
     def list(self) -> list[dict[str, Any]]:
         """All programs, the one idle longest first."""
-        return [self._describe(program) for program in self._scheduler.table]
+        return [self._describe(program) for program in self._table]
 
     def summary(self) -> dict[str, Any]:
         """The engine in one glance."""
-        scheduler, table = self._scheduler, self._scheduler.table
+        table, pool = self._table, self._pool
         by_phase = Counter(str(p.phase) for p in table)
         by_status = Counter(str(p.status) for p in table)
         return {
@@ -88,27 +84,27 @@ class EngineStatus:
             "by_phase": {str(phase): by_phase[phase] for phase in Phase},
             "by_status": {str(s): by_status[s] for s in Status},
             "held_turns": sum(len(p.held) for p in table.waiting),
-            "total_blocks": scheduler.pool.num_gpu_blocks - 1,
-            "free_blocks": scheduler.pool.get_num_free_blocks(),
+            "total_blocks": pool.num_gpu_blocks - 1,
+            "free_blocks": pool.get_num_free_blocks(),
             "unique_blocks": sum(p.unique_blocks for p in table),
-            "shared_blocks": scheduler.pool.ledger.shared_resident,
+            "shared_blocks": pool.ledger.shared_resident,
             "longest_wait_seconds": self._longest_wait_now(),
             **self._counters(),
         }
 
     def metrics(self) -> dict[str, Any]:
         """Everything for Prometheus, by name without prefix; see ``engine/metrics.py``."""
-        scheduler, table = self._scheduler, self._scheduler.table
+        table, pool = self._table, self._pool
         states = Counter((str(p.phase), str(p.status)) for p in table)
-        rate = scheduler.policy.prefill_rate.tokens_per_second
-        evicted = scheduler.pool.free_block_queue.evicted
+        rate = self._policy.prefill_rate.tokens_per_second
+        evicted = pool.free_block_queue.evicted
         return {
             "gauges": {
                 "held_turns": float(sum(len(p.held) for p in table.waiting)),
                 "unique_blocks": float(sum(p.unique_blocks for p in table)),
-                "shared_blocks": float(scheduler.pool.ledger.shared_resident),
-                "total_blocks": float(scheduler.pool.num_gpu_blocks - 1),
-                "free_blocks": float(scheduler.pool.get_num_free_blocks()),
+                "shared_blocks": float(pool.ledger.shared_resident),
+                "total_blocks": float(pool.num_gpu_blocks - 1),
+                "free_blocks": float(pool.get_num_free_blocks()),
                 "longest_wait_seconds": self._longest_wait_now(),
                 "prefill_tokens_per_second": rate or 0.0,
             },
@@ -136,14 +132,14 @@ class EngineStatus:
 
     def check_integrity(self, held: dict[str, Request]) -> None:
         """The queue of held turns and the programs' own lists agree."""
-        listed = {request_id for p in self._scheduler.table for request_id in p.held}
+        listed = {request_id for p in self._table for request_id in p.held}
         if listed != held.keys():
             raise IntegrityError(f"held turns: {sorted(held)} queued, {sorted(listed)} listed")
 
     # -- inside ------------------------------------------------------------------------
 
     def _counters(self) -> dict[str, int]:
-        table = self._scheduler.table
+        table = self._table
         return {
             "turns": table.turns_done,
             "pauses": table.pauses,
@@ -156,12 +152,12 @@ class EngineStatus:
         }
 
     def _longest_wait_now(self) -> float:
-        now = self._scheduler.clock()
-        waits = (now - p.waiting_since for p in self._scheduler.table.waiting if p.waiting_since)
+        now = self._clock()
+        waits = (now - p.waiting_since for p in self._table.waiting if p.waiting_since)
         return max(self.longest_wait, *waits, 0.0)
 
     def _describe(self, program: Program) -> dict[str, Any]:
-        now = self._scheduler.clock()
+        now = self._clock()
         waited = 0.0 if program.waiting_since is None else now - program.waiting_since
         return {
             "program_id": program.program_id,
@@ -188,5 +184,4 @@ class EngineStatus:
     def _wait_reason(self, program: Program) -> str | None:
         if not program.held:
             return None
-        scheduler = self._scheduler
-        return scheduler.policy.why_held(program, scheduler.clock(), scheduler.memory())
+        return self._policy.why_held(program, self._clock(), self._memory())

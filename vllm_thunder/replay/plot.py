@@ -114,7 +114,7 @@ def _plot_latencies(
     axes.set_ylim(0, 1.02)
     axes.grid(color="#eceef0", which="major")
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, loc="lower right")
+        axes.legend(frameon=False, loc="upper left")
 
 
 def _plot_lanes(axes: "Axes", kind: str, run: Replay, end: float, with_legend: bool) -> None:
