@@ -145,7 +145,7 @@ class PolicyMachine(RuleBasedStateMachine):
     def reconcile(self, unlabelled, shared, slots):
         busy = bool(self.running) or unlabelled > 0
         free = self.CAPACITY - min(unlabelled, self.CAPACITY)
-        memory = Memory(self.CAPACITY, unlabelled, shared, free, slots, busy)
+        memory = Memory(self.CAPACITY, unlabelled, shared, free, slots, busy, lambda program: 0)
         claimed = self.table.claimed
         for action in self.policy.reconcile(self.now, memory):
             if action.kind is ActionKind.RELEASE:

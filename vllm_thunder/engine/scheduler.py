@@ -70,6 +70,7 @@ class ProgramScheduler(AsyncScheduler):
             self.table, self.pool, self.policy, clock=lambda: self.clock(), memory=self.memory
         )
         self._held: dict[str, Request] = {}
+        self._held_grammars: dict[str, Request] = {}  # those of them whose grammar may be an error
         self._unlabelled: dict[str, None] = {}
         self._changed = False
         # Steps whose output is outstanding: when they were scheduled, their prefill tokens.
@@ -110,6 +111,8 @@ class ProgramScheduler(AsyncScheduler):
 
     def _hold(self, request: Request, program: Program, now: float) -> None:
         self._held[request.request_id] = request
+        if request.structured_output_request is not None:
+            self._held_grammars[request.request_id] = request
         self.table.request_held(program, request.request_id, now)
         self._changed = True
 
@@ -123,6 +126,7 @@ class ProgramScheduler(AsyncScheduler):
     def _unhold(self, program: Program, request_id: str, now: float) -> Request:
         self.status.waited(now - (program.waiting_since or now))
         self.table.request_unheld(program, request_id, now)
+        self._held_grammars.pop(request_id, None)
         return self._held.pop(request_id)
 
     def _free_request(
@@ -175,7 +179,7 @@ class ProgramScheduler(AsyncScheduler):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         now = self.clock()
         self.pool.free_block_queue.now = now
-        if self._held:
+        if self._held_grammars:
             self._surface_grammar_errors(now)
         if self._changed or now >= self.policy.deadline:
             self._reconcile(now)
@@ -204,8 +208,6 @@ class ProgramScheduler(AsyncScheduler):
             for action in self.policy.lost_blocks(program):
                 self._carry_out(action, now)
         memory = self.memory()
-        for program in self.table.waiting:
-            program.borrowed_blocks = self._borrowed_blocks(program)
         if self._pause_state is PauseState.UNPAUSED:
             actions = self.policy.reconcile(now, memory)
         else:
@@ -241,6 +243,7 @@ class ProgramScheduler(AsyncScheduler):
             free_blocks=self.pool.get_num_free_blocks(),
             free_slots=self.max_num_active_reqs - queued - self.num_waiting_for_streaming_input,
             busy=queued > 0,
+            borrowed_blocks=self._borrowed_blocks,
         )
 
     def _borrowed_blocks(self, program: Program) -> int:
@@ -289,9 +292,7 @@ class ProgramScheduler(AsyncScheduler):
 
     def _surface_grammar_errors(self, now: float) -> None:
         """Let held turns whose grammar does not compile fail now instead of when restored."""
-        for request_id, request in list(self._held.items()):
-            if request.structured_output_request is None:
-                continue
+        for request_id, request in list(self._held_grammars.items()):
             if isinstance(request.structured_output_request.grammar, Exception):
                 program = self.pool.program_of[request_id]
                 self._admit(self._unhold(program, request_id, now), program)
@@ -369,7 +370,7 @@ class ProgramScheduler(AsyncScheduler):
         if self.running or self.waiting or self.kv_holding_waiting or self.finished_req_ids:
             return 0.0
         nap = min(self.policy.deadline - self.clock(), LONGEST_NAP_SECONDS)
-        if any(r.structured_output_request is not None for r in self._held.values()):
+        if self._held_grammars:
             nap = min(nap, GRAMMAR_POLL_SECONDS)
         return max(nap, 0.0)
 

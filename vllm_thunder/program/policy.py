@@ -5,6 +5,7 @@ A decision reads as named steps: :meth:`ThunderPolicy.admit` when a turn arrives
 deadline that the policy itself named has come.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
@@ -49,6 +50,8 @@ class Memory:
     without a program. ``shared_blocks``: resident blocks that several programs hold.
     ``free_blocks``: blocks that no running request references. ``free_slots``: turns that the
     engine may run beside those it runs. ``busy``: the engine runs something now.
+    ``borrowed_blocks(program)``: blocks of a waiting program's prompt that are in memory and that
+    others' claims pay for already; asked only for programs whose turn to be restored it is.
     """
 
     capacity_blocks: int
@@ -57,6 +60,7 @@ class Memory:
     free_blocks: int
     free_slots: int
     busy: bool
+    borrowed_blocks: Callable[[Program], int]
 
 
 #: Seconds for which an acting program keeps its claim before any prefill rate is known.
@@ -224,6 +228,7 @@ class ThunderPolicy(FcfsPolicy):
             if slots <= 0:
                 break
             waited = now - program.waiting_since
+            program.borrowed_blocks = memory.borrowed_blocks(program)
             need = self._claim(program)
             prompt = self.blocks_of(program.prompt_tokens) - program.borrowed_blocks
             if busy and prompt > free:
