@@ -158,7 +158,7 @@ def test_an_interrupted_build_ends_its_step_and_lets_the_next_begin(checkout: Ch
     process = checkout.start("run", "python", "-c", "")
     wait_until(lambda: pid.exists() and pid.read_text() != "")
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     assert process.returncode != 0
     wait_until(lambda: not alive(int(pid.read_text())))
     checkout.check(f"open({str(checkout.checks)!r}, 'a').write('x')")

@@ -18,7 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 
 NOT_SOURCE = shutil.ignore_patterns(
-    ".git", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "build", "dist", "results"
+    ".git", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "build", "dist"
 )
 
 

@@ -23,8 +23,8 @@ ProgramIds = str | Sequence[str | None] | None
 class LLM(vllm.LLM):
     """``vllm.LLM`` scheduled by program.
 
-    ``generate``, ``chat`` and the other calls take ``program_id``: one id for all prompts, or a
-    sequence with an id (or None: unlabelled) for each. ``thunder`` holds settings of
+    ``generate`` and ``chat`` take ``program_id``: one id for all prompts, or a sequence with an id
+    (or None: unlabelled) for each. ``thunder`` holds settings of
     :class:`~vllm_thunder.program.config.ThunderConfig`. Everything else is vLLM's.
     """
 
@@ -64,7 +64,7 @@ class LLM(vllm.LLM):
     @contextmanager
     def _serving(self, program_id: ProgramIds, prompts: Any) -> Iterator[None]:
         if isinstance(program_id, Sequence) and not isinstance(program_id, str):
-            count = len(prompts) if isinstance(prompts, list | tuple) else 1
+            count = _count(prompts)
             if len(program_id) != count:
                 raise IdentityError("program_id", f"{len(program_id)} ids for {count} prompts")
         self._turns = _turns(program_id)
@@ -113,3 +113,12 @@ def _turn(program_id: str) -> Turn:
     if not isinstance(program_id, str) or not program_id:
         raise IdentityError("program_id", f"{program_id!r} is not a non-empty string")
     return Turn(program_id, turn_id=uuid4().hex)
+
+
+def _count(prompts: Any) -> int:
+    """Prompts, or conversations: a list of messages is one conversation."""
+    if not isinstance(prompts, list | tuple):
+        return 1
+    if prompts and isinstance(prompts[0], dict) and "role" in prompts[0]:
+        return 1
+    return len(prompts)

@@ -1,7 +1,9 @@
 """Corners of vLLM's scheduler in which programs could go wrong."""
 
 import random
+import time
 
+import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.request import RequestStatus
 
@@ -196,3 +198,79 @@ def test_a_preempted_turn_that_is_aborted_leaves_nothing(make_engine):
     engine.step()
     engine.check()
     assert engine.free_blocks == 20
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "thunder"])
+def test_mixed_traffic_leaves_no_turn_behind(make_engine, policy):
+    """A labelled turn that did not fit beside unlabelled requests runs when they are gone."""
+    engine = make_engine(blocks=40, policy=policy)
+    plain = engine.send(text(1, 25 * BLOCK), max_tokens=20)
+    engine.step()
+    labelled = engine.send(text(2, 35 * BLOCK), "p", max_tokens=2)
+    engine.step()
+    engine.send(text(3, 2 * BLOCK), max_tokens=2)
+    engine.run(plain)
+    engine.run(labelled)
+
+
+@pytest.mark.parametrize("shared_prefix", [0, 25])
+@pytest.mark.parametrize("size", [10, 60])
+def test_a_stream_of_unlabelled_requests_starves_no_turn(make_engine, shared_prefix, size):
+    """Six at a time, replaced as they end, with or without a common system prompt."""
+    engine = make_engine(blocks=100, max_wait=10.0)
+    prefix = text(0, shared_prefix * BLOCK)
+    number = 0
+    plain = []
+
+    def keep_six():
+        nonlocal number, plain
+        plain = [request for request in plain if not request.is_finished()]
+        while len(plain) < 6:
+            number += 1
+            prompt = prefix + text(number, 8 * BLOCK)
+            plain.append(engine.send(prompt, max_tokens=5 + number % 7))
+
+    for _ in range(10):
+        keep_six()
+        engine.step(0.02)
+    labelled = engine.send(text(9999, size * BLOCK), "p", max_tokens=2)
+    began = engine.now
+    while not labelled.is_finished():
+        keep_six()
+        engine.step(0.02)
+        assert engine.now - began < 10.0
+    engine.abort(*plain)
+
+
+def test_unlabelled_blocks_count_once(make_engine):
+    engine = make_engine(blocks=100)
+    prefix = text(0, 20 * BLOCK)
+    engine.turn(prefix)
+    requests = [engine.send(prefix + text(i, 10), max_tokens=9) for i in range(1, 6)]
+    engine.step()
+    assert engine.scheduler.memory().unlabelled_blocks == 100 - engine.free_blocks
+    engine.run(*requests)
+
+
+def test_a_program_that_has_run_since_its_blocks_were_reused_is_not_paused(make_engine):
+    engine = make_engine(blocks=40)
+    engine.turn(text(1, 60), "p")
+    program = engine.program("p")
+    engine.pool.free_block_queue._emptied.append(program)
+    engine.turn(text(1, 90), "p")
+    engine.send(text(2, 30), "q")
+    engine.step()
+    assert program in engine.scheduler.table.acting
+    engine.run()
+
+
+def test_listing_many_held_programs_is_cheap(make_engine):
+    engine = make_engine(blocks=40)
+    blocker = engine.send(text(1, 38 * BLOCK), "blocker", max_tokens=15)
+    engine.step()
+    held = [engine.send(text(i, 30 * BLOCK), f"p{i}") for i in range(500)]
+    engine.step()
+    began = time.perf_counter()
+    assert len(engine.scheduler.programs("list")) == 501
+    assert time.perf_counter() - began < 0.5  # it was quadratic: seconds
+    engine.abort(blocker, *held)

@@ -1,7 +1,7 @@
 """The order in which free KV blocks are reused, with programs in mind.
 
 vLLM keeps one linked list of free blocks. This queue keeps several and pops them in this order
-(DESIGN: soft, never locked; every free block stays reachable):
+(soft, never locked: every free block stays reachable):
 
 1. ``spent``: blank blocks, and content that nobody will ask for again (terminated programs,
    superseded blocks);
@@ -171,7 +171,8 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
     def take_emptied(self) -> list[Program]:
         """Active programs whose last free block was reused since the last call."""
         emptied, self._emptied = self._emptied, []
-        return emptied
+        # One that has run since then has blocks again.
+        return [program for program in emptied if program not in self._runs]
 
     def spend(self, block: KVCacheBlock) -> None:
         """Nobody will ask for this free block again."""

@@ -184,7 +184,7 @@ class ProgramScheduler(AsyncScheduler):
         if self._changed or now >= self.policy.deadline:
             self._reconcile(now)
         output = super().schedule(throttle_prefills)
-        if self.waiting and self._unlabelled:
+        if self.waiting and self._unlabelled and self.policy.holds:
             self._hold_again_what_blocks(now)
         if output.total_num_scheduled_tokens:
             prefill = sum(n for n in output.num_scheduled_tokens.values() if n > 1)
@@ -229,22 +229,29 @@ class ProgramScheduler(AsyncScheduler):
 
     def memory(self) -> Memory:
         """What the policy may know of the engine now."""
-        managers = self.kv_cache_manager.coordinator.single_type_managers
-        unlabelled = sum(
-            len(manager.req_to_blocks.get(request_id, ()))
-            for request_id in self._unlabelled
-            for manager in managers
-        )
         queued = len(self.running) + len(self.waiting) + len(self.kv_holding_waiting)
         return Memory(
             capacity_blocks=self.pool.num_gpu_blocks - 1,
-            unlabelled_blocks=unlabelled,
+            unlabelled_blocks=self._unlabelled_blocks(),
             shared_blocks=self.pool.ledger.shared_resident,
             free_blocks=self.pool.get_num_free_blocks(),
             free_slots=self.max_num_active_reqs - queued - self.num_waiting_for_streaming_input,
             busy=queued > 0,
             borrowed_blocks=self._borrowed_blocks,
         )
+
+    def _unlabelled_blocks(self) -> int:
+        """Distinct blocks in use by requests without a program; a prefix of theirs counts once."""
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        used = [
+            blocks
+            for request_id in self._unlabelled
+            for manager in managers
+            if (blocks := manager.req_to_blocks.get(request_id))
+        ]
+        if len(used) < 2:
+            return sum(map(len, used))
+        return len({block.block_id for blocks in used for block in blocks if not block.is_null})
 
     def _borrowed_blocks(self, program: Program) -> int:
         """Blocks of a waiting program's prompt that are in memory and on another's account."""
@@ -279,7 +286,7 @@ class ProgramScheduler(AsyncScheduler):
             program = self.pool.program_of.get(request.request_id)
             if program is None or request.status is not RequestStatus.WAITING or request.resumable:
                 return
-            if request.kv_transfer_params is not None:
+            if request.kv_transfer_params is not None or program.goes_first:
                 return
             needed = self.blocks_of(request.num_tokens) - program.shared_blocks
             if needed <= self.pool.get_num_free_blocks():
@@ -288,7 +295,7 @@ class ProgramScheduler(AsyncScheduler):
             if program.requests_running == 1 and program.status is Status.ACTIVE:
                 self.table.pause(program)
                 self.pool.free_block_queue.program_paused(program)
-            self._hold(request, program, now)
+            self._hold(request, program, program.waited_since or now)
 
     def _surface_grammar_errors(self, now: float) -> None:
         """Let held turns whose grammar does not compile fail now instead of when restored."""

@@ -66,11 +66,12 @@ class EngineStatus:
     def get(self, program_id: str) -> dict[str, Any] | None:
         """One program, or None."""
         program = self._table.get(program_id)
-        return None if program is None else self._describe(program)
+        return None if program is None else self._describe(program, self._reasons())
 
     def list(self) -> list[dict[str, Any]]:
         """All programs, the one idle longest first."""
-        return [self._describe(program) for program in self._table]
+        reasons = self._reasons()
+        return [self._describe(program, reasons) for program in self._table]
 
     def summary(self) -> dict[str, Any]:
         """The engine in one glance."""
@@ -156,7 +157,10 @@ class EngineStatus:
         waits = (now - p.waiting_since for p in self._table.waiting if p.waiting_since)
         return max(self.longest_wait, *waits, 0.0)
 
-    def _describe(self, program: Program) -> dict[str, Any]:
+    def _reasons(self) -> dict[Program, str]:
+        return self._policy.why_held(self._clock(), self._memory())
+
+    def _describe(self, program: Program, reasons: dict[Program, str]) -> dict[str, Any]:
         now = self._clock()
         waited = 0.0 if program.waiting_since is None else now - program.waiting_since
         return {
@@ -176,12 +180,7 @@ class EngineStatus:
             "idle_seconds": 0.0 if program.in_flight else now - program.idle_since,
             "waited_seconds": waited,
             "longest_wait_seconds": max(program.longest_wait, waited),
-            "wait_reason": self._wait_reason(program),
+            "wait_reason": reasons.get(program),
             "pauses": program.pauses,
             "restores": program.restores,
         }
-
-    def _wait_reason(self, program: Program) -> str | None:
-        if not program.held:
-            return None
-        return self._policy.why_held(program, self._clock(), self._memory())

@@ -1,6 +1,7 @@
 """Settings of the program scheduler: the only place for defaults and ranges."""
 
 from dataclasses import dataclass, field, fields
+from math import inf
 from typing import Any
 
 from vllm_thunder.program.errors import ConfigError
@@ -75,7 +76,7 @@ class ThunderConfig:
                 kind = "number" if f.type is float else "whole number"
                 raise ConfigError(f"{flag}: {value!r} is not a {kind}")
             too_low = low is not None and not value >= low  # not: NaN is in no range
-            if too_low or (high is not None and value > high):
+            if too_low or value == inf or (high is not None and value > high):
                 raise ConfigError(f"{flag}: {value} is outside {_range_text(low, high)}")
         if self.low_watermark > self.high_watermark:
             raise ConfigError(

@@ -77,6 +77,9 @@ _AGEING_EXPONENT = 3
 class FcfsPolicy:
     """Stock order: every turn is admitted as it arrives, programs are only accounted."""
 
+    #: Whether a turn may ever be held: only then does :meth:`reconcile` restore one.
+    holds = False
+
     def __init__(self, config: ThunderConfig, table: ProgramTable):
         self.config = config
         self.table = table
@@ -115,9 +118,9 @@ class FcfsPolicy:
         self.table.expired += len(expired)
         return [Action(ActionKind.RELEASE, program, "retention ended") for program in expired]
 
-    def why_held(self, program: Program, now: float, memory: Memory) -> str:
-        """For people: what a program with held turns waits for."""
-        return "admitted at the next step"
+    def why_held(self, now: float, memory: Memory) -> dict[Program, str]:
+        """For people: what each program with held turns waits for."""
+        return dict.fromkeys(self.table.waiting, "admitted at the next step")
 
 
 class ThunderPolicy(FcfsPolicy):
@@ -127,6 +130,8 @@ class ThunderPolicy(FcfsPolicy):
     programs, shared blocks once, stay below the watermarks. A turn of a paused or new program
     is held until its claim fits.
     """
+
+    holds = True
 
     def __init__(self, config: ThunderConfig, table: ProgramTable, blocks_of: ContextBlocks):
         super().__init__(config, table)
@@ -164,13 +169,14 @@ class ThunderPolicy(FcfsPolicy):
             self.deadline = min(self.deadline, now + _TICK_SECONDS)
         return actions
 
-    def why_held(self, program: Program, now: float, memory: Memory) -> str:
-        order = sorted(self.table.waiting, key=lambda p: self._restore_order(p, now))
+    def why_held(self, now: float, memory: Memory) -> dict[Program, str]:
         room = max(self._room(memory, self.config.low_watermark), 0.0)
-        return (
-            f"needs {self._claim(program):.0f} blocks, {room:.0f} are unclaimed; "
-            f"{order.index(program)} programs are restored before it"
-        )
+        order = sorted(self.table.waiting, key=lambda p: self._restore_order(p, now))
+        return {
+            program: f"needs {self._claim(program):.0f} blocks, {room:.0f} are unclaimed; "
+            f"{position} programs are restored before it"
+            for position, program in enumerate(order)
+        }
 
     def _claim(self, program: Program) -> float:
         """Blocks that the program will use by itself, its next turn included.
@@ -231,15 +237,18 @@ class ThunderPolicy(FcfsPolicy):
             program.borrowed_blocks = memory.borrowed_blocks(program)
             need = self._claim(program)
             prompt = self.blocks_of(program.prompt_tokens) - program.borrowed_blocks
-            if busy and prompt > free:
+            overdue = waited >= _OVERDUE_SHARE * self.config.max_wait
+            # Requests without a program cannot be asked to yield. An overdue turn that they keep
+            # out waits in the engine's own queue, where nobody passes it any more.
+            queueable = memory.unlabelled_blocks if overdue else 0
+            if busy and prompt > free + queueable:
                 break  # running turns reference the blocks: only their ends help
             reason = "its claim fits"
             if need > room:
-                overdue = waited >= _OVERDUE_SHARE * self.config.max_wait
                 rescue = not busy and waited >= self.config.idle_grace
                 chosen = self._victims(need - room, now, 0.0 if overdue or rescue else hold)
                 freed = sum(victim.claim for victim in chosen)
-                if need > room + freed and not rescue:
+                if need > room + freed + queueable and not rescue:
                     if overdue:
                         self._yield_at_turn_end(need - room - freed)
                     self._set_deadline(program, waited, now, hold, busy)
@@ -250,6 +259,7 @@ class ThunderPolicy(FcfsPolicy):
                 reason = "overdue" if overdue else "nothing to run" if rescue else "a claim lapsed"
             self.activate(program, now)
             program.restores += 1
+            program.goes_first = overdue
             actions.append(Action(ActionKind.RESTORE, program, reason))
             room -= need
             free -= prompt

@@ -72,6 +72,10 @@ class Program:
     interrupted: bool = False
     #: It lost its claim after its first turn, before it came back.
     given_up: bool = False
+    #: It was overdue when it was restored: its turn is not held again.
+    goes_first: bool = False
+    #: Since when the turns that were admitted last had waited.
+    waited_since: float | None = None
     pause_when_turn_ends: bool = False
     release_when_turn_ends: bool = False
 

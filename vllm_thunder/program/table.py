@@ -99,6 +99,7 @@ class ProgramTable:
         del program.held[request_id]
         if not program.held and program.waiting_since is not None:
             program.longest_wait = max(program.longest_wait, now - program.waiting_since)
+            program.waited_since = program.waiting_since
             program.waiting_since = None
             del self.waiting[program]
 
@@ -126,6 +127,8 @@ class ProgramTable:
         if program.in_flight:
             return False
         program.phase = Phase.ACTING
+        program.goes_first = False
+        program.waited_since = None
         program.prompt_tokens = 0
         if program.status is Status.ACTIVE:
             self.acting[program] = None

@@ -22,9 +22,9 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     final: bool = False
     #: Lower runs earlier, as vLLM's own request priority.
     priority: int = 0
-    #: Programs of one RL prompt group share a prefix and are admitted together.
+    #: Names the RL prompt group of the program; shown, not yet used by a decision.
     group: str | None = None
-    #: The tool that ran before this turn, where the request tells it.
+    #: The tool that ran before this turn, where the request tells it; not yet used.
     tool: str | None = None
     #: Seconds without a turn after which the program is released; None: the configured default.
     retention_seconds: float | None = None
