@@ -274,3 +274,18 @@ def test_listing_many_held_programs_is_cheap(make_engine):
     assert len(engine.scheduler.programs("list")) == 501
     assert time.perf_counter() - began < 0.5  # it was quadratic: seconds
     engine.abort(blocker, *held)
+
+
+def test_a_rank_that_holds_all_its_turns_keeps_its_wave(make_engine):
+    """Data-parallel ranks step in waves until no rank has unfinished requests: held turns are
+    such requests, so the wave goes on and a restore needs no new one."""
+    engine = make_engine(blocks=64)
+    for i in range(4):
+        engine.turn(text(100 + i, 15 * BLOCK - 4), f"acting{i}")
+    request = engine.send(text(1, 40 * BLOCK), "p")
+    engine.step()
+    assert request.request_id in engine.scheduler._held
+    assert not engine.scheduler.running
+    assert engine.scheduler.has_unfinished_requests()
+    engine.run(request)
+    assert not engine.scheduler.has_unfinished_requests()
