@@ -99,7 +99,11 @@ async def test_sigterm_without_a_timeout_aborts(ending_server: Server) -> None:
             for stream in crowd:
                 with suppress(aiohttp.ClientError):  # closed before the last event
                     events = await stream.rest()
-                    assert events[-1]["choices"][0]["finish_reason"] == "abort"
+                    # The engine core may be gone before the front end has passed the abort on:
+                    # vLLM then ends the stream with an error event.
+                    assert "error" in events[-1] or (
+                        events[-1]["choices"][0]["finish_reason"] == "abort"
+                    )
             await asyncio.wait(calls)
         for call in calls:
             if error := call.exception():
