@@ -69,7 +69,7 @@ def test_blank_blocks_first_then_spent_then_paused_then_by_age_then_shared(make_
     pause(engine, "short")
     order = reuse_order(engine)
     live = [*ids["short"][3:][::-1], *ids["long"][3:][::-1], *ids["acting"][3:][::-1]]
-    # The unlabelled blocks are younger than the acting program's, whose age is stretched.
+    # The unlabelled blocks are younger than the acting program's, whose age is discounted.
     assert order[-len(live) - len(plain_ids) - 3 :] == [*live, *plain_ids[::-1], *shared[::-1]]
     blank = order[: -len(live) - len(plain_ids) - 3]
     assert all(engine.pool.blocks[i].block_hash is None for i in blank)
@@ -149,7 +149,7 @@ def test_restored_program_counts_as_new(make_engine):
     assert reuse_order(engine)[-len(a) - len(b) :] == [*b[::-1], *a[::-1]]
 
 
-def test_age_of_acting_blocks_is_stretched_by_the_decay_score(make_engine):
+def test_age_of_acting_blocks_is_discounted_by_the_decay_score(make_engine):
     """Younger than the half-life an acting program outlives older unlabelled blocks; later not."""
     engine = make_engine(blocks=40, acting_half_life=10.0)
     acting = cached_ids(engine, engine.turn(text(1, 64), "p"))

@@ -1,6 +1,6 @@
 import pytest
 
-from vllm_thunder.program.cost import ContextBlocks, Ewma, PrefillRate, decay, stretched_age
+from vllm_thunder.program.cost import ContextBlocks, Ewma, PrefillRate, decay, discounted_age
 
 
 def test_decay_halves_every_half_life():
@@ -9,11 +9,11 @@ def test_decay_halves_every_half_life():
     assert decay(1e9, 3.0) == 0.0
 
 
-def test_stretched_age_grows_and_never_exceeds_the_true_age():
-    ages = [stretched_age(t / 10, 2.0) for t in range(500)]
+def test_discounted_age_grows_and_never_exceeds_the_true_age():
+    ages = [discounted_age(t / 10, 2.0) for t in range(500)]
     assert ages == sorted(ages)
     assert all(age <= t / 10 for t, age in enumerate(ages))
-    assert stretched_age(100.0, 2.0) == pytest.approx(100.0)
+    assert discounted_age(100.0, 2.0) == pytest.approx(100.0)
 
 
 def test_context_blocks_of_full_attention():

@@ -6,7 +6,7 @@ vLLM keeps one linked list of free blocks. This queue keeps several and pops the
 1. ``spent``: blank blocks, and content that nobody will ask for again (terminated programs,
    superseded blocks);
 2. runs of paused programs, the shortest program first, each from its tail;
-3. by age: unlabelled blocks, and runs of active programs whose age is stretched by their decay
+3. by age: unlabelled blocks, and runs of active programs whose age is discounted by their decay
    score, so that a program that has just begun to act looks new;
 4. ``shared``: content that several programs hold.
 
@@ -20,7 +20,7 @@ from itertools import chain
 
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
-from vllm_thunder.program.cost import stretched_age
+from vllm_thunder.program.cost import discounted_age
 from vllm_thunder.program.program import Program, Status
 
 __all__ = ["EvictionClass", "ProgramFreeQueue"]
@@ -199,8 +199,8 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
         head = self._unlabelled.fake_free_list_head.next_free_block
         if head is None or head is self._unlabelled.fake_free_list_tail:
             return oldest
-        stretched = stretched_age(self.now - oldest.grown_at, self.half_life)
-        return oldest if stretched > self.now - self._freed_at[head.block_id] else self._unlabelled
+        discounted = discounted_age(self.now - oldest.grown_at, self.half_life)
+        return oldest if discounted > self.now - self._freed_at[head.block_id] else self._unlabelled
 
     def _in_order(self) -> Iterator[KVCacheBlock]:
         yield from chain.from_iterable(
@@ -209,7 +209,7 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
         active = list(self._active)
         for block in self._unlabelled.iter_blocks_after(None):
             age = self.now - self._freed_at[block.block_id]
-            while active and stretched_age(self.now - active[0].grown_at, self.half_life) > age:
+            while active and discounted_age(self.now - active[0].grown_at, self.half_life) > age:
                 yield from active.pop(0).iter_blocks_after(None)
             yield block
         yield from chain.from_iterable(

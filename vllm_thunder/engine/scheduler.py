@@ -83,9 +83,7 @@ class ProgramScheduler(AsyncScheduler):
         request_id = request.request_id
         if request.program is None:
             self._unlabelled[request_id] = None
-        elif (
-            request_id not in self.pool.program_of
-        ):  # a known id is a streaming session's next chunk
+        elif request_id not in self.pool.program_of:  # else the next chunk of a streaming session
             self._turn_arrived(request)
             return
         super()._enqueue_waiting_request(request)

@@ -31,7 +31,10 @@ class ThunderConfig:
         "fcfs: stock vLLM order, programs are only accounted",
     )
     max_wait: float = _setting(
-        60.0, "seconds a turn may wait for its program's restore before it goes first", low=0.1
+        60.0,
+        "seconds; a turn that has waited half of it goes before all others, "
+        "and programs yield to it when their turns end",
+        low=0.1,
     )
     high_watermark: float = _setting(
         1.0,
@@ -58,7 +61,10 @@ class ThunderConfig:
         1800.0, "seconds without a turn after which a program is released", low=0.01
     )
     max_programs: int = _setting(
-        100_000, "programs tracked at most; the one idle longest is released for a new one", low=1
+        100_000,
+        "programs tracked at most, those with turns in flight apart; "
+        "the one idle longest is released for a new one",
+        low=1,
     )
 
     def __post_init__(self) -> None:

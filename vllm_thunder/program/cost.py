@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from math import ceil
 
-__all__ = ["ContextBlocks", "Ewma", "PrefillRate", "decay", "stretched_age"]
+__all__ = ["ContextBlocks", "Ewma", "PrefillRate", "decay", "discounted_age"]
 
 
 class ContextBlocks:
@@ -43,7 +43,7 @@ def decay(seconds: float, half_life: float) -> float:
     return 0.0 if exponent > 1000 else 2.0**-exponent
 
 
-def stretched_age(seconds: float, half_life: float) -> float:
+def discounted_age(seconds: float, half_life: float) -> float:
     """The age, in seconds, at which an acting program's free block competes for reuse.
 
     The true age weighted with 1 - f(t): a program that has just begun to act looks new,

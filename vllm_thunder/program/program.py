@@ -64,7 +64,6 @@ class Program:
     idle_since: float = 0.0
     restored_at: float = 0.0
     turns_done: int = 0
-    turns_since_restore: int = 0
     pauses: int = 0
     #: Times that it was given a claim while it waited, the first time included.
     restores: int = 0

@@ -120,7 +120,6 @@ class ProgramTable:
             return False
         del program.turns[turn_id]
         program.turns_done += 1
-        program.turns_since_restore += 1
         self.turns_done += 1
         self._programs[program.program_id] = self._programs.pop(program.program_id)
         program.idle_since = now
@@ -154,7 +153,6 @@ class ProgramTable:
         """The program gets a claim on memory, of 0 blocks until :meth:`set_claim`."""
         program.status = Status.ACTIVE
         program.restored_at = now
-        program.turns_since_restore = 0
         program.pause_when_turn_ends = False
         self.active[program] = None
         if program.phase is Phase.ACTING:
