@@ -12,7 +12,7 @@ from tests.serving.conftest import Server
 
 #: Share of a core that an engine with nothing to run may use.
 IDLE_SHARE = 0.02
-IDLE_SECONDS = 10.0
+IDLE_SECONDS = 30.0
 #: Times that the engine's main thread may wake up in one second of these.
 IDLE_WAKES = 20
 
