@@ -23,7 +23,6 @@ from vllm_thunder.version import VLLM_VERSION
 #: Files that we subclass, wrap or count on, and do not patch.
 PINNED = (
     # ProgramScheduler and what it overrides
-    "vllm/v1/core/sched/scheduler.py",
     "vllm/v1/core/sched/async_scheduler.py",
     "vllm/v1/core/sched/interface.py",
     "vllm/v1/core/sched/request_queue.py",

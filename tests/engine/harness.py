@@ -94,7 +94,7 @@ class Engine:
     def program(self, program_id: str):
         return self.scheduler.table.get(program_id)
 
-    def send(
+    def request(
         self,
         tokens: list[int],
         program_id: str | None = None,
@@ -105,7 +105,7 @@ class Engine:
         sampling: dict[str, Any] | None = None,
         **turn: Any,
     ) -> Request:
-        """Add one request with this prompt."""
+        """A request with this prompt that the scheduler does not know yet."""
         self._ids += 1
         request_id = f"r{self._ids}"
         made = Request(
@@ -122,6 +122,11 @@ class Engine:
             **(request or {}),
         )
         made.sampling_params.update_from_generation_config({}, EOS)
+        return made
+
+    def send(self, tokens: list[int], program_id: str | None = None, **kwargs: Any) -> Request:
+        """Add one request with this prompt; see :meth:`request`."""
+        made = self.request(tokens, program_id, **kwargs)
         self.scheduler.add_request(made)
         return made
 

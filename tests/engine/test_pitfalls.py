@@ -90,7 +90,7 @@ def test_a_hit_changes_who_holds_a_paused_programs_block(make_engine):
     prompt = text(1, 8 * BLOCK)
     engine.turn(prompt + text(2, 10), "a")
     program = engine.program("a")
-    engine.scheduler.table.pause(program)
+    engine.scheduler.policy.withdraw(program)
     engine.pool.free_block_queue.program_paused(program)
     before = program.unique_blocks
     engine.turn(prompt + text(3, 10), "b")
@@ -260,7 +260,7 @@ def test_a_program_that_has_run_since_its_blocks_were_reused_is_not_paused(make_
     engine.turn(text(1, 90), "p")
     engine.send(text(2, 30), "q")
     engine.step()
-    assert program in engine.scheduler.table.acting
+    assert program in engine.scheduler.policy.acting
     engine.run()
 
 

@@ -47,7 +47,11 @@ def test_a_program_that_does_not_fit_is_held_until_memory_is_claimed_no_more(mak
         engine.step(0.1)
         assert held(engine, "late") == 1
     assert engine.program("late").status is Status.PAUSED
-    assert "blocks" in engine.scheduler.status.get("late")["wait_reason"]
+    wait = engine.scheduler.status.get("late")["wait"]
+    assert wait["blocks_needed"] >= 30
+    assert 30 - (64 - 51) <= wait["blocks_short"] <= wait["blocks_needed"]
+    assert wait["position"] == 0
+    assert "memory" in wait["reason"]
     engine.run(running)
     engine.now += 30
     engine.run(late)
@@ -87,17 +91,17 @@ def test_restore_is_shortest_first_and_an_overdue_program_before_all(make_engine
     engine.step(0.1)
     small = engine.send(text(3, 20 * BLOCK), "small")
     engine.step(0.1)
-    order = engine.scheduler.policy._restore_order
-    table = engine.scheduler.table
-    assert [p.program_id for p in sorted(table.waiting, key=lambda p: order(p, engine.now))] == [
-        "small",
-        "large",
-    ]
-    later = engine.now + 15.0
-    assert [p.program_id for p in sorted(table.waiting, key=lambda p: order(p, later))] == [
-        "large",
-        "small",
-    ]
+    status = engine.scheduler.status
+    assert (status.get("small")["wait"]["position"], status.get("large")["wait"]["position"]) == (
+        0,
+        1,
+    )
+    engine.now += 15.0
+    assert (status.get("small")["wait"]["position"], status.get("large")["wait"]["position"]) == (
+        1,
+        0,
+    )
+    assert "due" in status.get("large")["wait"]["reason"]
     engine.abort(blocker)
     engine.run(large, small)
 
@@ -402,7 +406,7 @@ def test_events_between_two_outstanding_steps(make_engine, event):
     elif event == "release":
         engine.scheduler.programs("release", "a")
     elif event == "pause":
-        engine.program("a").pause_when_turn_ends = True
+        engine.scheduler.table.set_yields(engine.program("a"), True)
     elif event == "reset":
         engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     elif event == "preempt":

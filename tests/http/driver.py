@@ -42,6 +42,25 @@ class FakeCore:
         return answer
 
 
+class RanksCore(FakeCore):
+    """Lists the programs of each rank as engine cores do: at most so many, by id, after an id."""
+
+    def __init__(self, ranks: list[dict[str, Any]]):
+        super().__init__()
+        self.ranks = ranks
+        self.described = 0
+
+    async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
+        if args[0] != "list":
+            return await super().call_utility_all_async(method, *args)
+        after, limit = args[1], int(args[2])
+        lists = [
+            [rank[name] for name in sorted(rank) if name > after][:limit] for rank in self.ranks
+        ]
+        self.described += sum(map(len, lists))
+        return lists
+
+
 @dataclass
 class Model:
     """Stands for vLLM's application: keeps what it was asked, and answers 200."""

@@ -2,8 +2,10 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.http.driver import FakeCore
+from tests.http.driver import FakeCore, RanksCore
 from vllm_thunder.engine.client import (
     EnginePrograms,
     FreshAnswer,
@@ -30,7 +32,11 @@ def program(program_id="a", **fields):
         "idle_seconds": 9.0,
         "waited_seconds": 0.0,
         "longest_wait_seconds": 1.0,
-        "wait_reason": None,
+        "wait": None,
+        "deadline_seconds": None,
+        "children": [],
+        "hit_rate": None,
+        "tool": None,
         "pauses": 1,
         "restores": 1,
     }
@@ -45,15 +51,75 @@ def programs_with(**answers):
 async def test_one_rank_is_passed_on_as_it_is():
     programs, core = programs_with(get=[program()], list=[[program()]], summary=[{"x": 1}])
     assert await programs.get("a") == program()
-    assert await programs.list() == [program()]
+    assert await programs.page("", 7) == ([program()], None)
     assert await programs.summary() == {"x": 1}
-    assert core.calls == [("get", "a"), ("list",), ("summary",)]
+    assert core.calls == [("get", "a"), ("list", "", "8"), ("summary",)]
 
 
 async def test_a_program_that_one_of_two_ranks_knows():
     programs, _ = programs_with(get=[None, program()], list=[[program("b")], [program()]])
     assert await programs.get("a") == program()
-    assert [p["program_id"] for p in await programs.list()] == ["b", "a"]
+    page, after = await programs.page("", 10)
+    assert ([p["program_id"] for p in page], after) == (["a", "b"], None)
+
+
+@pytest.mark.parametrize(
+    ("known", "merged"), [([False], False), ([False, True], True), ([False, False], False)]
+)
+async def test_a_tool_is_known_where_any_rank_knows_the_program(known, merged):
+    answers = [{"program_id": "a", "known": each} for each in known]
+    programs, core = programs_with(tool=answers)
+    assert await programs.tool("a", "pytest") == {"program_id": "a", "known": merged}
+    assert core.calls == [("tool", "a", "pytest")]
+
+
+async def pages_of(programs, limit, between=lambda: None):
+    pages, after = [], ""
+    while after is not None:
+        page, following = await programs.page(after, limit)
+        assert len(page) <= limit
+        assert following is None or following == page[-1]["program_id"]
+        pages.append(page)
+        after = following
+        between()
+    return pages
+
+
+IDS = st.text(st.sampled_from("ab\U0001f9f5\xe9\n /"), min_size=1, max_size=4)
+
+
+@given(st.lists(st.sets(IDS, max_size=12), min_size=1, max_size=3), st.integers(1, 5))
+def test_the_pages_hold_every_program_of_every_rank_once(ranks, limit):
+    core = RanksCore([{name: program(name, turns=1) for name in names} for names in ranks])
+    pages = asyncio.run(pages_of(EnginePrograms(SimpleNamespace(engine_core=core)), limit))
+    listed = [record for page in pages for record in page]
+    assert [record["program_id"] for record in listed] == sorted(set().union(*ranks))
+    for record in listed:
+        assert record["turns"] == sum(record["program_id"] in names for names in ranks)
+    assert all(len(page) == limit for page in pages[:-1])
+
+
+async def test_pages_go_on_after_programs_that_have_gone():
+    names = [f"{number:03}" for number in range(100)]
+    rank = {name: program(name) for name in names}
+    gone = iter(names[9::10])
+
+    def release_the_last():
+        rank.pop(next(gone), None)
+
+    core = RanksCore([rank, {}])
+    programs = EnginePrograms(SimpleNamespace(engine_core=core))
+    pages = await pages_of(programs, 10, release_the_last)
+    assert [p["program_id"] for page in pages for p in page] == names
+
+
+async def test_a_page_asks_each_rank_for_little():
+    ranks = [{f"{n:06}": program(f"{n:06}") for n in range(start, 5000, 2)} for start in (0, 1)]
+    core = RanksCore(ranks)
+    page, after = await EnginePrograms(SimpleNamespace(engine_core=core)).page("000100", 3)
+    assert [p["program_id"] for p in page] == ["000101", "000102", "000103"]
+    assert after == "000103"
+    assert core.described == 8
 
 
 async def test_an_unknown_program_is_none():
@@ -62,7 +128,16 @@ async def test_an_unknown_program_is_none():
 
 
 def test_a_program_on_two_ranks_adds_up():
-    idle = program(status="PAUSED", context_tokens=400, parent_id="p", pauses=4)
+    idle = program(
+        status="PAUSED",
+        context_tokens=400,
+        parent_id="p",
+        pauses=4,
+        deadline_seconds=5.0,
+        children=["b", "c"],
+        hit_rate=0.75,
+        tool="pytest",
+    )
     busy = program(
         phase="REASONING",
         turns_in_flight=2,
@@ -70,9 +145,13 @@ def test_a_program_on_two_ranks_adds_up():
         idle_seconds=0.0,
         waited_seconds=3.0,
         longest_wait_seconds=3.0,
-        wait_reason="no memory",
+        wait={"blocks_needed": 9, "position": 2, "expected_seconds": None, "reason": "no memory"},
         group="g",
         priority=-1,
+        deadline_seconds=30.0,
+        children=["c", "a"],
+        hit_rate=0.25,
+        tool="bash",
     )
     expected = program(
         phase="REASONING",
@@ -90,7 +169,11 @@ def test_a_program_on_two_ranks_adds_up():
         idle_seconds=0.0,
         waited_seconds=3.0,
         longest_wait_seconds=3.0,
-        wait_reason="no memory",
+        wait={"blocks_needed": 9, "position": 2, "expected_seconds": None, "reason": "no memory"},
+        deadline_seconds=5.0,
+        children=["a", "b", "c"],
+        hit_rate=0.25,
+        tool="bash",
         pauses=5,
         restores=2,
     )
@@ -112,6 +195,31 @@ def test_the_rank_with_the_turns_decides_the_status(states, merged):
     lists = [[program(phase=phase, status=status)] for phase, status in states]
     (found,) = merge_programs(lists)
     assert (found["phase"], found["status"]) == merged
+
+
+WAITS = {"blocks_needed": 1, "blocks_short": 1, "position": 1, "expected_seconds": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "merged"),
+    [
+        # None of the ranks tells.
+        ({}, {}, {"wait": None, "hit_rate": None, "tool": None, "deadline_seconds": None}),
+        # A rank that waits is heard, also when it has just begun to.
+        ({"waited_seconds": 0.0, "wait": WAITS}, {}, {"wait": WAITS}),
+        # The latest turn counts, and an older one where the latest has no rate yet.
+        ({"hit_rate": 0.1, "idle_seconds": 5.0}, {"hit_rate": 0.9}, {"hit_rate": 0.1}),
+        ({"hit_rate": None, "idle_seconds": 0.0}, {"hit_rate": 0.9}, {"hit_rate": 0.9}),
+        ({"hit_rate": 0.0, "idle_seconds": 0.0}, {"hit_rate": 0.9}, {"hit_rate": 0.0}),
+        # No tool runs where the program has a turn.
+        ({"tool": None, "idle_seconds": 0.0}, {"tool": "bash"}, {"tool": None}),
+        ({"deadline_seconds": 3.0}, {}, {"deadline_seconds": 3.0}),
+    ],
+)
+def test_what_is_told_of_a_program_on_two_ranks(one, other, merged):
+    for lists in ([[program(**one)], [program(**other)]], [[program(**other)], [program(**one)]]):
+        (found,) = merge_programs(lists)
+        assert {name: found[name] for name in merged} == merged
 
 
 def summary(**fields):
@@ -144,6 +252,15 @@ async def test_a_summary_counts_a_program_on_two_ranks_once():
         "total_blocks": 200,
         "longest_wait_seconds": 5.0,
     }
+
+
+async def test_a_summary_counts_more_programs_than_one_call_describes():
+    names = [f"{number:05}" for number in range(2500)]
+    core = RanksCore([{n: program(n) for n in names}, {"x": program("x", status="PAUSED")}])
+    core.answers["summary"] = [summary(), summary()]
+    found = await EnginePrograms(SimpleNamespace(engine_core=core)).summary()
+    assert found["programs"] == 2501
+    assert found["by_status"] == {"ACTIVE": 2500, "PAUSED": 1, "TERMINATED": 0}
 
 
 def metrics(scale=1.0, bounds=(0.1, 1.0)):

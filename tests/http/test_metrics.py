@@ -168,7 +168,7 @@ def test_every_value_that_the_engine_reports_has_a_help_text():
             num_gpu_blocks=10,
             get_num_free_blocks=lambda: 9,
         ),
-        policy=SimpleNamespace(prefill_rate=SimpleNamespace(tokens_per_second=None)),
+        policy=SimpleNamespace(prefill=SimpleNamespace(tokens_per_second=None)),
         clock=lambda: 0.0,
         memory=lambda: None,
     )

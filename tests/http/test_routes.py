@@ -4,7 +4,7 @@ from urllib.parse import quote
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from tests.http.driver import FakeCore, Server
+from tests.http.driver import FakeCore, RanksCore, Server
 
 
 def release_answer(**told):
@@ -86,6 +86,46 @@ async def test_a_bad_release_is_a_400(body, field):
     assert server.core.calls == []
 
 
+@pytest.mark.parametrize(
+    ("ranks", "known"), [([True], True), ([False, True], True), ([False], False)]
+)
+async def test_a_tool_is_told(ranks, known):
+    server = server_with("tool", [{"program_id": "?", "known": each} for each in ranks])
+    body = {"program_id": 7, "tool_name": "pytest", "more": [1]}
+    answer = await server.post("/programs/tool", body)
+    assert answer.status == 200
+    assert answer.json() == {"program_id": "7", "known": known}
+    assert server.core.calls == [("tool", "7", "pytest")]
+    assert server.model.turns == []
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (b"", None),
+        (b"[]", None),
+        (b'{"program_id": "a", "tool_name": "\xff"}', None),
+        (b"{}", "program_id"),
+        (b'{"tool_name": "pytest"}', "program_id"),
+        (b'{"program_id": "", "tool_name": "pytest"}', "program_id"),
+        (b'{"program_id": true, "tool_name": "pytest"}', "program_id"),
+        (b'{"program_id": "a"}', "tool_name"),
+        (b'{"program_id": "a", "tool_name": null}', "tool_name"),
+        (b'{"program_id": "a", "tool_name": ""}', "tool_name"),
+        (b'{"program_id": "a", "tool_name": 1.5}', "tool_name"),
+        (b'{"program_id": "a", "tool_name": ["pytest"]}', "tool_name"),
+    ],
+)
+async def test_a_bad_tool_is_a_400(body, field):
+    server = server_with("tool", [{"program_id": "a", "known": True}])
+    answer = await server.post("/programs/tool", body)
+    assert answer.status == 400
+    error = error_of(answer)
+    assert error["param"] == field
+    assert (field or '{"program_id": "a", "tool_name": "a"}') in error["message"]
+    assert server.core.calls == []
+
+
 PROGRAM = {"program_id": "a", "phase": "ACTING"}
 
 
@@ -94,9 +134,50 @@ async def test_list_and_summary():
     for target in ("/programs", "/programs/"):
         assert (await server.get(target)).json() == {"programs": [PROGRAM]}
     assert (await server.get("/programs/summary")).json() == {"programs": 1}
+    assert server.core.calls == [("list", "", "1001"), ("list", "", "1001"), ("summary",)]
+
+
+@pytest.mark.parametrize("path", ["/programs", "/programs/"])
+async def test_pages(path):
+    names = ["a", "a b&c", "b/\n", "z\U0001f9f5"]
+    server = Server(core=RanksCore([{name: {"program_id": name} for name in names}]))
+    target, pages = f"{path}?limit=2", []
+    for _ in range(2):
+        page = (await server.get(target)).json()
+        pages.append(page)
+        target = f"{path}?limit=2&after={quote(page.get('next', ''), safe='')}"
+    assert pages == [
+        {"programs": [{"program_id": "a"}, {"program_id": "a b&c"}], "next": "a b&c"},
+        {"programs": [{"program_id": "b/\n"}, {"program_id": "z\U0001f9f5"}]},
+    ]
+
+
+@pytest.mark.parametrize(("query", "limit"), [("", 1000), ("limit=10000", 10_000), ("limit=1", 1)])
+async def test_a_page_has_at_most_the_limit(query, limit):
+    rank = {f"{number:06}": {"program_id": f"{number:06}"} for number in range(10_001)}
+    page = (await Server(core=RanksCore([rank])).get("/programs?" + query)).json()
+    assert len(page["programs"]) == limit
+    assert page["next"] == f"{limit - 1:06}"
+
+
+@pytest.mark.parametrize("path", ["/programs", "/programs/"])
+@pytest.mark.parametrize(
+    "limit", ["0", "-1", "10001", "1.0", "many", "", "1e3", "9" * 5000, "\xb2", "True"]
+)
+async def test_a_bad_limit_is_a_400(path, limit):
+    server = server_with("list", [[PROGRAM]])
+    answer = await server.get(f"{path}?limit={quote(limit)}")
+    assert answer.status == 400
+    error = error_of(answer)
+    assert (error["param"], error["message"]) == (
+        "limit",
+        "limit: must be an integer from 1 to 10000",
+    )
+    assert server.core.calls == []
 
 
 ODD_IDS = [
+    "tool",
     "a",
     "a/b/c",
     "/",
@@ -147,6 +228,7 @@ async def test_an_unknown_id_is_a_404():
         ("PUT", "/programs/a/b", "GET"),
         ("POST", "/programs/summary", "GET"),
         ("PUT", "/programs/release", "POST"),
+        ("PUT", "/programs/tool", "POST"),
     ],
 )
 async def test_a_wrong_method_is_a_405_with_allow(method, target, allowed):
@@ -190,13 +272,14 @@ async def test_routes_want_the_api_key(target, from_environment, monkeypatch):
     assert (await server.get(target, {"authorization": "Bearer secret"})).status == 200
 
 
-async def test_a_release_wants_the_api_key():
-    server = server_with("release", [release_answer()], api_key=["k"])
-    body = {"program_id": "a"}
-    assert (await server.post("/programs/release", body)).status == 401
+@pytest.mark.parametrize("op", ["release", "tool"])
+async def test_what_is_told_wants_the_api_key(op):
+    server = server_with(op, [release_answer(known=True)], api_key=["k"])
+    body = {"program_id": "a", "tool_name": "b"}
+    assert (await server.post(f"/programs/{op}", body)).status == 401
     assert server.core.calls == []
     right = {"authorization": "Bearer k"}
-    assert (await server.post("/programs/release", body, right)).status == 200
+    assert (await server.post(f"/programs/{op}", body, right)).status == 200
 
 
 async def test_options_needs_no_key_and_preflight_works():
@@ -213,14 +296,16 @@ async def test_options_needs_no_key_and_preflight_works():
     ("method", "target"),
     [
         ("POST", "/programs/release"),
+        ("POST", "/programs/tool"),
         ("GET", "/programs"),
         ("GET", "/programs/a"),
         ("GET", "/programs/summary"),
     ],
 )
 async def test_an_engine_that_fails_is_a_500(method, target, error):
-    core = FakeCore(dict.fromkeys(["release", "get", "list", "summary"], error))
-    answer = await Server(core=core).request(method, target, {"program_id": "a"})
+    core = FakeCore(dict.fromkeys(["release", "tool", "get", "list", "summary"], error))
+    body = {"program_id": "a", "tool_name": "b"}
+    answer = await Server(core=core).request(method, target, body)
     assert answer.status == 500
     assert error_of(answer)["type"] == "InternalServerError"
 

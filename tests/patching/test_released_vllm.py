@@ -27,6 +27,7 @@ def names(struct):
 def report():
     import traceback
 
+    import vllm.v1.core.sched.scheduler
     import vllm.v1.engine.core as core
     import vllm.v1.engine.input_processor
     from vllm.v1.engine import EngineCoreRequest

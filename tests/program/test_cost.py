@@ -1,6 +1,8 @@
+import random
+
 import pytest
 
-from vllm_thunder.program.cost import ContextBlocks, Ewma, PrefillRate, decay, discounted_age
+from vllm_thunder.program.cost import ContextBlocks, Ewma, PrefillCost, decay, discounted_age
 
 
 def test_decay_halves_every_half_life():
@@ -29,17 +31,43 @@ def test_a_sliding_window_keeps_a_bounded_number_of_blocks():
     assert blocks.tokens_in(1000) == 16_000
 
 
-def test_prefill_rate_follows_the_engine():
-    rate = PrefillRate()
-    assert rate.tokens_per_second is None
-    rate.add(0, 1.0)  # a decode step says nothing
-    assert rate.tokens_per_second is None
+def test_prefill_cost_follows_the_engine():
+    cost = PrefillCost()
+    assert cost.tokens_per_second is None
+    cost.add(0, 0.0, 1.0)  # a decode step says nothing
+    assert cost.tokens_per_second is None
+    assert cost.seconds(0, 10) is None
     for _ in range(20):
-        rate.add(2048, 2048 / 400)
-    assert rate.tokens_per_second == pytest.approx(400)
+        cost.add(2048, 0.0, 2048 / 400)
+    assert cost.tokens_per_second == pytest.approx(400)
     for _ in range(200):
-        rate.add(2048, 2048 / 4000)
-    assert rate.tokens_per_second == pytest.approx(4000, rel=0.05)
+        cost.add(2048, 0.0, 2048 / 4000)
+    assert cost.tokens_per_second == pytest.approx(4000, rel=0.05)
+    assert cost.seconds(0, 8000) == pytest.approx(2.0, rel=0.05)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+def test_prefill_cost_learns_that_later_tokens_cost_more(noise):
+    rng = random.Random(3)
+    cost = PrefillCost()
+    for _ in range(200):
+        n, start = rng.randint(1, 2048), rng.randint(0, 30_000)
+        positions = n * (start + n / 2)
+        seconds = 1e-4 * n + 2e-8 * positions
+        cost.add(n, positions, seconds * rng.uniform(1 - noise, 1 + noise))
+    rel = 0.01 + noise
+    assert cost.seconds(0, 1000) == pytest.approx(0.1 + 0.01, rel=rel)
+    assert cost.seconds(0, 20_000) == pytest.approx(2 + 4, rel=rel)
+    # The last thousand tokens of a long context cost more than those of a short one.
+    assert cost.seconds(19_000, 20_000) > 3 * cost.seconds(0, 1000)
+
+
+def test_prefill_cost_is_never_negative():
+    cost = PrefillCost()
+    cost.add(100, 100 * 50, 1.0)
+    cost.add(1000, 1000 * 10_000, 1.0)
+    cost.add(10, 10 * 20_000, 0.001)
+    assert 0 <= cost.seconds(0, 100) <= cost.seconds(0, 1000)
 
 
 def test_ewma_replaces_a_prior_without_weight_and_keeps_one_with():

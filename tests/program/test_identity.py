@@ -10,12 +10,11 @@ from vllm_thunder.program.errors import IdentityError
 from vllm_thunder.program.identity import (
     BODY_NAMES,
     HEADER_NAMES,
-    MAX_ID_BYTES,
     RoutingFields,
     decode_routing_fields,
-    program_id_of,
     resolve_turn,
 )
+from vllm_thunder.program.values import MAX_ID_BYTES, program_id_of
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -91,7 +90,8 @@ def test_the_better_name_wins(better, worse):
         {"vllm_xargs": {"program_id": None, "agentic_context": None}},
         {"vllm_xargs": "program_id"},
         {"vllm_xargs": ["program_id"]},
-        {"agentic_context": {"step_id": 3, "deadline_seconds": 1.5}},
+        {"agentic_context": {"step_id": 3, "deadline_seconds": 1.5, "one_off": True}},
+        {"deadline_seconds": "soon", "one_off": "perhaps"},
         {"is_last_step": True, "priority": 3, "parent_program_id": "p", "program_group": 1.5},
     ],
 )
@@ -128,14 +128,40 @@ def test_a_wrong_id_names_the_field_and_what_is_allowed(place, name, value, prob
 def test_a_wrong_id_is_refused_even_where_a_better_name_is_right():
     with pytest.raises(IdentityError, match="job_id"):
         resolve({"program_id": "a", "job_id": True})
-    with pytest.raises(IdentityError, match="header thread-id: must not be empty"):
-        resolve({"program_id": "a"}, {"thread-id": ""})
+    with pytest.raises(IdentityError, match="header x-program-id: must not be empty"):
+        resolve({"program_id": "a"}, {"x-program-id": ""})
 
 
-@pytest.mark.parametrize("value", ["text", 3, [], True])
+OTHERS_HEADERS = sorted(HEADER_NAMES - {"x-program-id"})
+
+
+@pytest.mark.parametrize("name", OTHERS_HEADERS)
+def test_an_empty_header_that_is_not_ours_is_absent(name):
+    assert resolve({}, {name: ""}) is None
+    assert resolve({"program_id": "a"}, {name: ""}) == resolve({"program_id": "a"})
+
+
+def test_an_empty_session_header_leaves_the_place_to_the_next():
+    headers = {"x-session-id": "", "x-claude-code-session-id": "", "thread-id": "7"}
+    assert resolve({"root_program_id": "r"}, headers).program_id == "7"
+    headers["x-program-id"] = ""
+    with pytest.raises(IdentityError, match="header x-program-id: must not be empty"):
+        resolve({"root_program_id": "r"}, headers)
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        ("text", "a string"),
+        (3, "a number"),
+        (1.5, "a number"),
+        ([], "a list"),
+        (True, "a boolean"),
+    ],
+)
 @pytest.mark.parametrize("place", [(), ("vllm_xargs",)])
-def test_an_agentic_context_is_an_object(place, value):
-    with pytest.raises(IdentityError, match="must be an object") as caught:
+def test_an_agentic_context_is_an_object(place, value, found):
+    with pytest.raises(IdentityError, match=f"must be an object, not {found}$") as caught:
         resolve(nested(place, "agentic_context", value))
     assert caught.value.field == ".".join((*place, "agentic_context"))
 
@@ -176,32 +202,6 @@ def test_header_ids_that_are_no_utf8_stay_latin1():
     assert resolve(headers={"x-session-id": "já ☃"}).program_id == "já ☃"
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_the_body_tells_the_rest_of_the_turn(place):
-    told = {
-        "program_id": "a",
-        "is_last_step": True,
-        "parent_program_id": 12,
-        "program_group": "g",
-        "tool_name": "bash",
-        "kv_retention_ttl_seconds": 90,
-        "priority": -4,
-    }
-    body = {}
-    for name, value in told.items():
-        body = merged(body, nested(place, name, value))
-    turn = resolve(body, turn_id="t9")
-    assert turn.program_id == "a"
-    assert turn.turn_id == "t9"
-    assert turn.parent_id == "12"
-    assert turn.final is True
-    assert turn.priority == -4
-    assert turn.group == "g"
-    assert turn.tool == "bash"
-    assert turn.retention_seconds == 90.0
-    assert turn.fans_out is False
-
-
 def test_a_root_program_is_the_parent_of_the_others():
     context = {"program_id": "child", "root_program_id": "root", "step_id": 3}
     assert resolve({"agentic_context": context}).parent_id == "root"
@@ -222,55 +222,6 @@ def test_dynamo_headers():
     assert (turn.program_id, turn.parent_id, turn.final) == ("s", "p", True)
     turn = resolve({"is_last_step": False, "parent_program_id": "q"}, headers)
     assert (turn.parent_id, turn.final) == ("q", False)
-
-
-@pytest.mark.parametrize(
-    ("value", "final"),
-    [(True, True), (False, False), (1, True), (0, False), ("true", True), ("False", False)],
-)
-def test_is_last_step_values(value, final):
-    assert resolve({"job_id": "j", "vllm_xargs": {"is_last_step": value}}).final is final
-    assert resolve({"job_id": "j"}, {"x-dynamo-session-final": str(value)}).final is final
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("is_last_step", "perhaps"),
-        ("is_last_step", 2),
-        ("is_last_step", []),
-        ("kv_retention_ttl_seconds", -1),
-        ("kv_retention_ttl_seconds", "60"),
-        ("kv_retention_ttl_seconds", True),
-        pytest.param("kv_retention_ttl_seconds", 10**400, id="too long"),
-        ("kv_retention_ttl_seconds", float("nan")),
-        ("kv_retention_ttl_seconds", float("inf")),
-        ("parent_program_id", False),
-        ("program_group", {}),
-        ("tool_name", ""),
-    ],
-)
-def test_wrong_values_beside_an_id(name, value):
-    with pytest.raises(IdentityError) as caught:
-        resolve({"program_id": "a", name: value})
-    assert caught.value.field == name
-
-
-def test_priority_is_vllms_own_where_it_is_set():
-    assert resolve({"program_id": "a"}).priority == 0
-    assert resolve({"program_id": "a", "agentic_context": {"priority": 7}}).priority == 7
-    both = {"program_id": "a", "priority": 2, "agentic_context": {"priority": 7}}
-    assert resolve(both).priority == 2
-    assert resolve(both, {"x-vllm-priority": "-1"}).priority == -1
-    assert resolve(both, {"x-vllm-priority": "soon"}).priority == 2
-    assert resolve(both, {"x-vllm-priority": "9" * 30}).priority == 2
-
-
-@pytest.mark.parametrize("value", ["high", True, 2**63, 1.5])
-def test_vllm_answers_for_a_wrong_priority_of_its_own_and_we_for_ours(value):
-    assert resolve({"program_id": "a", "priority": value}).priority == 0
-    with pytest.raises(IdentityError, match=r"agentic_context\.priority"):
-        resolve({"program_id": "a", "agentic_context": {"priority": value}})
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ async def test_a_held_turn_is_cancelled_and_sent_again(client: Client) -> None:
             await client.until(lambda s: s["held_turns"] == 1)
             program = await client.program("wanted")
             assert (program["phase"], program["status"]) == ("REASONING", "PAUSED")
-            assert program["wait_reason"]
+            assert program["wait"]["reason"]
             held.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await held

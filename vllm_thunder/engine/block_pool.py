@@ -26,19 +26,33 @@ class ProgramBlockPool(BlockPool):
 
     free_block_queue: ProgramFreeQueue
     ledger: BlockLedger
-    #: The program that blocks are being allocated for or hit by; None: unlabelled.
-    serving: Program | None
     #: Programs by the id of their engine requests.
     program_of: dict[str, Program]
+    #: Whose content blocks are being cached; None: unlabelled.
+    caching_for: Program | None
+    #: Whose prompt was looked up last in the prefix cache: hits are touched right after that.
+    hit_by: Program | None
+    #: Whose request is being freed, and whether nobody will send it again.
+    freed_by: Program | None
+    freeing_one_off: bool
+    #: Keys that more than one block has had at once.
+    doubled: set[BlockHashWithGroupId]
 
-    def cache_full_blocks(
-        self, request: Request, blocks: list[KVCacheBlock], *args: Any, **kwargs: Any
-    ) -> None:
-        previous, self.serving = self.serving, self.program_of.get(request.request_id)
+    def cache_full_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        self.caching_for = self.owner_of(request)
         try:
-            super().cache_full_blocks(request, blocks, *args, **kwargs)
+            super().cache_full_blocks(request, *args, **kwargs)
         finally:
-            self.serving = previous
+            self.caching_for = None
+
+    def cache_partial_block(
+        self, request: Request, *args: Any, **kwargs: Any
+    ) -> BlockHashWithGroupId | None:
+        self.caching_for = self.owner_of(request)
+        try:
+            return super().cache_partial_block(request, *args, **kwargs)
+        finally:
+            self.caching_for = None
 
     def _insert_block_hash(
         self,
@@ -49,60 +63,122 @@ class ProgramBlockPool(BlockPool):
         key = block_hash_with_group_id
         known = self.is_resident(key)
         super()._insert_block_hash(key, block, num_tokens)
-        if not known:
+        if known:
+            self.doubled.add(key)
+        else:
             self.ledger.became_resident(key)
-        if self.serving is not None:
-            self.ledger.hold(self.serving, key)
+        if self.caching_for is not None:
+            self.ledger.hold(self.caching_for, (key,))
 
     def _remove_cached_block_hashes(self, block: KVCacheBlock) -> list[BlockHashWithGroupId]:
         removed = super()._remove_cached_block_hashes(block)
         for key in removed:
             if not self.is_resident(key):
                 self.ledger.left_memory(key)
+                self.doubled.discard(key)
         return removed
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
-        super().touch(blocks)
-        program = self.serving
-        if program is not None:
-            hold = self.ledger.hold
+        # All of vLLM's own, which takes free blocks out of the queue one by one.
+        self.free_block_queue.remove_n([b for b in blocks if b.ref_cnt == 0 and not b.is_null])
+        for block in blocks:
+            block.ref_cnt += 1
+        if self.metrics_collector:
             for block in blocks:
-                if block.block_hash is not None:
-                    hold(program, block.block_hash)
+                self.metrics_collector.on_block_accessed(block)
+        if self.hit_by is not None:
+            keys = [block.block_hash for block in blocks]
+            if None in keys:  # null blocks in front of a sliding window
+                keys = [key for key in keys if key is not None]
+            self.ledger.hold(self.hit_by, keys)
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        if not self.enable_caching or not len(self.ledger):
+        if not self.enable_caching or not (len(self.ledger) or self.freeing_one_off):
             super().free_blocks(ordered_blocks)
             return
         stock: list[KVCacheBlock] = []
-        owned: dict[Program, list[KVCacheBlock]] = {}
-        shared: list[KVCacheBlock] = []
+        hashed: list[KVCacheBlock] = []
         for block in ordered_blocks:
+            if block.ref_cnt == 1 and block.block_hash is not None and block.pool is self:
+                hashed.append(block)
+            else:
+                stock.append(block)
+        owner = self.freed_by
+        if owner is not None and not self.doubled:
+            # What a program uses it holds. What it shares is mostly in front, last in this order:
+            # beyond that every block is its own, and no holder need be looked up.
+            sharing = self._sharing(hashed, owner)
+            own = hashed[: len(hashed) - sharing]
+            own += self._free_by_holder(hashed[len(hashed) - sharing :], owner, stock)
+        else:
+            own = self._free_by_holder(hashed, owner, stock)
+        for block in own:
+            block.ref_cnt = 0
+        if own:
+            assert owner is not None
+            self.free_block_queue.append_owned(owner, own)
+        super().free_blocks(stock)
+
+    def _sharing(self, blocks: list[KVCacheBlock], owner: Program) -> int:
+        """How many of the last blocks have all that ``owner`` shares with other programs."""
+        left = owner.shared_blocks
+        if not left:
+            return 0
+        holder_of = self.ledger.holder_of
+        for count, block in enumerate(reversed(blocks), start=1):
+            assert block.block_hash is not None
+            left -= holder_of(block.block_hash) is not owner
+            if not left:
+                return count
+        return len(blocks)
+
+    def _free_by_holder(
+        self, blocks: list[KVCacheBlock], owner: Program | None, stock: list[KVCacheBlock]
+    ) -> list[KVCacheBlock]:
+        """Free what is shared, another program's or spent; returns what is ``owner``'s alone, and
+        adds to ``stock`` what is nobody's."""
+        own: list[KVCacheBlock] = []
+        shared: list[KVCacheBlock] = []
+        spent: list[KVCacheBlock] = []
+        others: dict[Program, list[KVCacheBlock]] = {}
+        for block in blocks:
             key = block.block_hash
-            holder = None if key is None else self.ledger.holder(key)
-            if holder is None or block.pool is not self or block.is_null or block.ref_cnt > 1:
+            assert key is not None
+            holder = self.ledger.holder(key)
+            if holder is None and not self.freeing_one_off:
                 stock.append(block)
                 continue
-            block.ref_cnt -= 1
-            if not isinstance(holder, Program):
-                shared.append(block)
-            elif self._is_spare_copy(key, block):
-                self.free_block_queue.prepend_n([block])
+            if holder is None or (key in self.doubled and self._is_spare_copy(key, block)):
+                spent.append(block)
+            elif holder is owner:
+                own.append(block)
+            elif isinstance(holder, Program):
+                others.setdefault(holder, []).append(block)
             else:
-                owned.setdefault(holder, []).append(block)
-        for program, blocks in owned.items():
-            self.free_block_queue.append_owned(program, blocks)
+                shared.append(block)
+            block.ref_cnt = 0
+        for program, theirs in others.items():
+            self.free_block_queue.append_owned(program, theirs)
         self.free_block_queue.append_shared(shared)
-        super().free_blocks(stock)
+        self.free_block_queue.prepend_n(spent)
+        return own
 
     def reset_prefix_cache(self) -> bool:
         if not super().reset_prefix_cache():
             return False
         self.ledger.all_left_memory(self._programs_with_keys())
         self.free_block_queue.reset()
+        self.doubled.clear()
         return True
 
     # -- what the scheduler calls ------------------------------------------------------
+
+    def owner_of(self, request: Request) -> Program | None:
+        """The program whose context the request's blocks are; None for a one-off's, too."""
+        program = self.program_of.get(request.request_id)
+        if program is None or request.program is None or request.program.one_off:
+            return None
+        return program
 
     def is_resident(self, key: BlockHashWithGroupId) -> bool:
         """Whether some block of the pool carries ``key``."""
@@ -157,17 +233,23 @@ class ProgramBlockPool(BlockPool):
 
 
 class ProgramKVCacheManager(KVCacheManager):
-    """Tells the pool which program each allocation is for."""
+    """Tells the pool whose prompt is looked up and whose blocks are freed."""
 
     block_pool: ProgramBlockPool
 
-    def allocate_slots(self, request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
-        pool = self.block_pool
-        pool.serving = pool.program_of.get(request.request_id)
+    def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
+        self.block_pool.hit_by = self.block_pool.owner_of(request)
+        return super().get_computed_blocks(request)
+
+    def free(self, request: Request) -> None:
+        pool, turn = self.block_pool, request.program
+        pool.freed_by = pool.owner_of(request)
+        pool.freeing_one_off = turn is not None and turn.one_off
         try:
-            return super().allocate_slots(request, *args, **kwargs)
+            super().free(request)
         finally:
-            pool.serving = None
+            pool.freed_by = None
+            pool.freeing_one_off = False
 
 
 def adopt(manager: KVCacheManager, half_life: float) -> ProgramBlockPool:
@@ -189,6 +271,10 @@ def adopt(manager: KVCacheManager, half_life: float) -> ProgramBlockPool:
     assert isinstance(pool, ProgramBlockPool)
     pool.free_block_queue = ProgramFreeQueue(free, pool.num_gpu_blocks, half_life)
     pool.ledger = BlockLedger(pool.is_resident)
-    pool.serving = None
     pool.program_of = {}
+    pool.caching_for = None
+    pool.hit_by = None
+    pool.freed_by = None
+    pool.freeing_one_off = False
+    pool.doubled = set()
     return pool

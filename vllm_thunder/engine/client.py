@@ -12,6 +12,7 @@ __all__ = [
     "merge_programs",
     "merge_releases",
     "merge_summaries",
+    "merge_tools",
 ]
 
 #: How the fields of a program known to several ranks become one; names that are missing here are
@@ -28,6 +29,9 @@ _ADDED = (
 )
 _LARGEST = ("context_tokens", "waited_seconds", "longest_wait_seconds")
 _SMALLEST = ("idle_seconds", "priority")
+
+#: Programs that one engine call describes when all are wanted: a rank does not step meanwhile.
+_ALL_BY = 1000
 
 #: Summary and metric values that do not add up over ranks.
 _NOT_ADDED = {"longest_wait_seconds": max}
@@ -63,16 +67,37 @@ class EnginePrograms:
         known = [found for found in await self.call("get", program_id) if found is not None]
         return _merge_program(known) if known else None
 
-    async def list(self) -> list[dict[str, Any]]:
-        """Every program, in the order of the ranks."""
-        return merge_programs(await self.call("list"))
+    async def tool(self, program_id: str, tool_name: str) -> dict[str, Any]:
+        """The program has begun to run a tool after its turn."""
+        return merge_tools(await self.call("tool", program_id, tool_name))
+
+    async def page(self, after: str, limit: int) -> tuple[list[dict[str, Any]], str | None]:
+        """At most ``limit`` programs whose ids come after ``after`` (as Python compares text; ""
+        comes before all), in the order of their ids, and the ``after`` of the next page, or None.
+
+        The order of ids is the one that all ranks agree on, and a page is right whichever
+        programs have come and gone since the page before. Each rank is asked for the first
+        programs of that order, one more than wanted: it tells whether there are more.
+        """
+        known = merge_programs(await self.call("list", after, str(limit + 1)))
+        programs = sorted(known, key=lambda program: program["program_id"])
+        if len(programs) <= limit:
+            return programs, None
+        return programs[:limit], programs[limit - 1]["program_id"]
 
     async def summary(self) -> dict[str, Any]:
         """Totals over all programs and ranks."""
         summaries = await self.call("summary")
         if len(summaries) == 1:
             return summaries[0]
-        return merge_summaries(summaries, await self.list())
+        return merge_summaries(summaries, await self._all())
+
+    async def _all(self) -> list[dict[str, Any]]:
+        programs, after = await self.page("", _ALL_BY)
+        while after is not None:
+            page, after = await self.page(after, _ALL_BY)
+            programs += page
+        return programs
 
     async def metrics(self) -> dict[str, Any]:
         """What :class:`vllm_thunder.engine.metrics.ProgramCollector` renders."""
@@ -117,6 +142,14 @@ def merge_releases(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def merge_tools(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Known where any rank knows the program."""
+    return {
+        "program_id": answers[0]["program_id"],
+        "known": any(answer["known"] for answer in answers),
+    }
+
+
 def merge_programs(lists: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """One record per program id."""
     if len(lists) == 1:
@@ -130,12 +163,15 @@ def merge_programs(lists: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]
 
 def _merge_program(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Blocks and turns add up; it is REASONING where any rank is, and its status is that of the
-    rank that has its turns, PAUSED before ACTIVE where several have."""
+    rank that has its turns, PAUSED before ACTIVE where several have. What tells of its last turns
+    is of the rank that had one last."""
     if len(records) == 1:
         return records[0]
     reasoning = [record for record in records if record["phase"] == "REASONING"]
     states = {record["status"] for record in reasoning or records}
-    waiting = max(records, key=lambda record: record["waited_seconds"])
+    waiting = max(records, key=lambda r: (r["wait"] is not None, r["waited_seconds"]))
+    latest_first = sorted(records, key=lambda record: record["idle_seconds"])
+    deadlines = [r["deadline_seconds"] for r in records if r["deadline_seconds"] is not None]
     merged = dict(records[0])
     merged.update({name: sum(record[name] for record in records) for name in _ADDED})
     merged.update({name: max(record[name] for record in records) for name in _LARGEST})
@@ -144,7 +180,12 @@ def _merge_program(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         merged[name] = next((r[name] for r in records if r[name] is not None), None)
     merged["phase"] = "REASONING" if reasoning else "ACTING"
     merged["status"] = next(s for s in ("PAUSED", "ACTIVE", "TERMINATED") if s in states)
-    merged["wait_reason"] = waiting["wait_reason"]
+    merged["wait"] = waiting["wait"]
+    merged["deadline_seconds"] = min(deadlines, default=None)
+    merged["children"] = sorted({child for record in records for child in record["children"]})
+    merged["tool"] = latest_first[0]["tool"]
+    rates = (record["hit_rate"] for record in latest_first)
+    merged["hit_rate"] = next((rate for rate in rates if rate is not None), None)
     return merged
 
 

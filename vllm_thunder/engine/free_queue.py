@@ -103,7 +103,25 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
         run.remove(block)
         self._run_of[block.block_id] = None
         self.num_free_blocks -= 1
-        self._forget_if_empty(run)
+        if not run.num_free_blocks:
+            self._forget(run)
+
+    def remove_n(self, blocks: list[KVCacheBlock]) -> None:
+        """Take free blocks out, wherever they are; they look like blocks of no list."""
+        run_of = self._run_of
+        run: _Run | None = None
+        taken = 0
+        for block in blocks:
+            if run_of[block.block_id] is not run:
+                self._taken_from(run, taken)
+                run, taken = run_of[block.block_id], 0
+            before, after = block.prev_free_block, block.next_free_block
+            before.next_free_block = after
+            after.prev_free_block = before
+            block.prev_free_block = block.next_free_block = None
+            run_of[block.block_id] = None
+            taken += 1
+        self._taken_from(run, taken)
 
     def append(self, block: KVCacheBlock) -> None:
         self.append_n([block])
@@ -111,11 +129,15 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
     def append_n(self, blocks: list[KVCacheBlock]) -> None:
         """Free blocks without a program, reused by age."""
         self._enter(self._unlabelled, blocks)
+        for block in blocks:
+            self._freed_at[block.block_id] = self.now
 
     def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
         """Free blocks that are reused first."""
         self._spent.prepend_n(blocks)
-        self._mark(self._spent, blocks)
+        self.num_free_blocks += len(blocks)
+        for block in blocks:
+            self._run_of[block.block_id] = self._spent
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         """All free blocks; exact reuse order as of ``now``."""
@@ -183,8 +205,7 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
         """The prefix cache was reset: all free blocks are blank, in today's reuse order."""
         for block in self.get_all_free_blocks():
             self.remove(block)
-            self._spent.append(block)
-            self._mark(self._spent, [block])
+            self._enter(self._spent, [block])
 
     # -- inside ------------------------------------------------------------------------
 
@@ -217,14 +238,29 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
         )
 
     def _enter(self, run: _Run, blocks: list[KVCacheBlock]) -> None:
-        run.append_n(blocks)
-        self._mark(run, blocks)
-
-    def _mark(self, run: _Run, blocks: list[KVCacheBlock]) -> None:
+        """Append and remember the run, in one loop: it runs for every block that is freed."""
+        if not blocks:
+            return
+        run_of = self._run_of
+        tail = run.fake_free_list_tail
+        last = tail.prev_free_block
         for block in blocks:
-            self._run_of[block.block_id] = run
-            self._freed_at[block.block_id] = self.now
+            block.prev_free_block = last
+            last.next_free_block = block
+            last = block
+            run_of[block.block_id] = run
+        last.next_free_block = tail
+        tail.prev_free_block = last
+        run.num_free_blocks += len(blocks)
         self.num_free_blocks += len(blocks)
+
+    def _taken_from(self, run: _Run | None, blocks: int) -> None:
+        if run is None:
+            return
+        self.num_free_blocks -= blocks
+        run.num_free_blocks -= blocks
+        if not run.num_free_blocks:
+            self._forget(run)
 
     def _leave(self, run: _Run, blocks: list[KVCacheBlock]) -> None:
         self.num_free_blocks -= len(blocks)
@@ -233,13 +269,14 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
             self._run_of[block.block_id] = None
             cached += block.block_hash is not None
         self.evicted[run.kind] += cached
-        if run.kind is EvictionClass.ACTIVE and not run.num_free_blocks:
-            assert run.owner is not None
-            self._emptied.append(run.owner)
-        self._forget_if_empty(run)
+        if not run.num_free_blocks:
+            if run.kind is EvictionClass.ACTIVE:
+                assert run.owner is not None
+                self._emptied.append(run.owner)
+            self._forget(run)
 
-    def _forget_if_empty(self, run: _Run) -> None:
-        if run.num_free_blocks or run.owner is None:
+    def _forget(self, run: _Run) -> None:
+        if run.owner is None:
             return
         del self._runs[run.owner]
         if run.kind is EvictionClass.PAUSED:

@@ -1,13 +1,18 @@
 """The HTTP routes about programs, on the engine's own server.
 
     POST /programs/release           {"program_id": "a"} -> {"program_id": "a", "released": true}
-    GET  /programs                   {"programs": [...]}
+    POST /programs/tool              {"program_id": "a", "tool_name": "pytest"}
+                                     -> {"program_id": "a", "known": true}
+    GET  /programs                   {"programs": [...], "next": "m"}: at most ?limit= (1000) of
+                                     them by id, those after ?after=; no "next": that was the last
     GET  /programs?program_id=a      the same record as /programs/a, for every possible id
     GET  /programs/{program_id}      any id, percent-encoded, slashes included
     GET  /programs/summary           totals; a program called "summary" is at ?program_id=summary
 
 A release never fails for an unknown id ("released" is false), and answers at once while turns
-are in flight ("pending" is true): the program goes when they have ended.
+are in flight ("pending" is true): the program goes when they have ended. A tool is what the
+program has begun to run after its turn: how long it will is learned by that name. For an unknown
+program "known" is false.
 """
 
 from collections.abc import Awaitable
@@ -25,7 +30,7 @@ from vllm.logger import init_logger
 from vllm_thunder.engine.client import EnginePrograms
 from vllm_thunder.engine.errors import error_response
 from vllm_thunder.program.errors import IdentityError
-from vllm_thunder.program.identity import program_id_of
+from vllm_thunder.program.values import program_id_of
 
 __all__ = ["ROUTES", "build_routes"]
 
@@ -33,6 +38,9 @@ logger = init_logger(__name__)
 
 #: Every path that :func:`build_routes` serves starts with this.
 ROUTES = "/programs"
+
+#: Programs in one answer of ``GET /programs``, and at most.
+_PAGE, _LARGEST_PAGE = 1000, 10_000
 
 
 class _AnyText(Convertor[str]):
@@ -50,11 +58,14 @@ class _AnyText(Convertor[str]):
 register_url_convertor("any_text", _AnyText())
 
 
-class _Release(msgspec.Struct):
+class _Told(msgspec.Struct):
+    """The members of a POST body that matter; all others are skipped unread."""
+
     program_id: Any = None
+    tool_name: Any = None
 
 
-_release_decoder = msgspec.json.Decoder(_Release)
+_told_decoder = msgspec.json.Decoder(_Told)
 
 
 def build_routes(programs: EnginePrograms) -> FastAPI:
@@ -66,43 +77,85 @@ def build_routes(programs: EnginePrograms) -> FastAPI:
 
     @app.post("/programs/release")
     async def release(request: Request) -> Response:
-        try:
-            wanted = _release_decoder.decode(await request.body())
-            if wanted.program_id is None:
-                raise IdentityError("program_id", "is missing")
-            program_id = program_id_of(wanted.program_id)
-        except msgspec.DecodeError as error:
-            return error_response(
-                f'The body must be a JSON object like {{"program_id": "a"}}: {error}',
-                HTTPStatus.BAD_REQUEST,
-            )
-        except IdentityError as error:
-            return error_response(str(error), HTTPStatus.BAD_REQUEST, error.field)
-        answer = await _ask(programs.release(program_id))
+        told = await _told(request, "program_id")
+        if isinstance(told, Response):
+            return told
+        answer = await _ask(programs.release(told["program_id"]))
         if isinstance(answer, Response):
             return answer
-        told = {"program_id": program_id, "released": answer["released"]}
+        released = {**told, "released": answer["released"]}
         if answer["pending"]:
-            told["pending"] = True
-        return JSONResponse(told)
+            released["pending"] = True
+        return JSONResponse(released)
+
+    @app.post("/programs/tool")
+    async def tool(request: Request) -> Response:
+        told = await _told(request, "program_id", "tool_name")
+        if isinstance(told, Response):
+            return told
+        answer = await _ask(programs.tool(told["program_id"], told["tool_name"]))
+        if isinstance(answer, Response):
+            return answer
+        return JSONResponse({"program_id": told["program_id"], "known": answer["known"]})
 
     @app.get("/programs")
-    async def list_programs(program_id: str | None = None) -> Response:
+    async def list_programs(
+        program_id: str | None = None, after: str = "", limit: str = str(_PAGE)
+    ) -> Response:
         if program_id is not None:
             return await _one(programs, program_id)
-        answer = await _ask(programs.list())
-        return answer if isinstance(answer, Response) else JSONResponse({"programs": answer})
+        try:
+            size = _page_size(limit)
+        except IdentityError as error:
+            return error_response(str(error), HTTPStatus.BAD_REQUEST, error.field)
+        answer = await _ask(programs.page(after, size))
+        if isinstance(answer, Response):
+            return answer
+        page, following = answer
+        more = {} if following is None else {"next": following}
+        return JSONResponse({"programs": page, **more})
 
     # One route: Starlette would also find "/programs/summary" in "/programs/summary\n".
     @app.get("/programs/{rest:any_text}")
-    async def get_programs(rest: str, program_id: str | None = None) -> Response:
+    async def get_programs(
+        rest: str, program_id: str | None = None, after: str = "", limit: str = str(_PAGE)
+    ) -> Response:
         if not rest:
-            return await list_programs(program_id)
+            return await list_programs(program_id, after, limit)
         if rest == "summary":
             return _json(await _ask(programs.summary()))
         return await _one(programs, rest)
 
     return app
+
+
+async def _told(request: Request, *names: str) -> dict[str, str] | Response:
+    """The members of the body called ``names``, valid as ids are; or the 400 that says what is
+    wrong with them."""
+    example = ", ".join(f'"{name}": "a"' for name in names)
+    try:
+        told = _told_decoder.decode(await request.body())
+        return {name: _required(getattr(told, name), name) for name in names}
+    except msgspec.DecodeError as error:
+        return error_response(
+            f"The body must be a JSON object like {{{example}}}: {error}", HTTPStatus.BAD_REQUEST
+        )
+    except IdentityError as error:
+        return error_response(str(error), HTTPStatus.BAD_REQUEST, error.field)
+
+
+def _required(value: Any, name: str) -> str:
+    if value is None:
+        raise IdentityError(name, "is missing")
+    return program_id_of(value, name)
+
+
+def _page_size(limit: str) -> int:
+    """Raises IdentityError unless ``limit`` is a number of programs that one answer may have."""
+    size = int(limit) if limit.isascii() and limit.isdigit() and len(limit) < 10 else 0
+    if not 1 <= size <= _LARGEST_PAGE:
+        raise IdentityError("limit", f"must be an integer from 1 to {_LARGEST_PAGE}")
+    return size
 
 
 async def _one(programs: EnginePrograms, program_id: str) -> Response:

@@ -6,14 +6,12 @@ wait are in a queue of our own: vLLM's queues hold only what may run now.
 """
 
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from math import inf
 from typing import Any
 
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_block_hashes
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -29,13 +27,19 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_thunder.engine.block_pool import adopt
+from vllm_thunder.engine.prompts import HeldPrompts
 from vllm_thunder.engine.status import EngineStatus
+from vllm_thunder.engine.step_times import StepTimes
+from vllm_thunder.engine.unlabelled import UnlabelledBlocks
 from vllm_thunder.program.config import CONFIG_KEY, ThunderConfig
 from vllm_thunder.program.cost import ContextBlocks
+from vllm_thunder.program.decisions import Action, ActionKind, Memory
 from vllm_thunder.program.errors import ThunderError
-from vllm_thunder.program.policy import Action, ActionKind, Memory, make_policy
+from vllm_thunder.program.ledger import TurnEnd
+from vllm_thunder.program.policy import make_policy
 from vllm_thunder.program.program import Program, Status
 from vllm_thunder.program.table import ProgramTable
+from vllm_thunder.program.turn import Turn
 
 __all__ = ["ProgramScheduler"]
 
@@ -71,18 +75,17 @@ class ProgramScheduler(AsyncScheduler):
         )
         self._held: dict[str, Request] = {}
         self._held_grammars: dict[str, Request] = {}  # those of them whose grammar may be an error
-        self._unlabelled: dict[str, None] = {}
+        self._unlabelled = UnlabelledBlocks(self.kv_cache_manager.coordinator.single_type_managers)
         self._changed = False
-        # Steps whose output is outstanding: when they were scheduled, their prefill tokens.
-        self._steps: deque[tuple[float, int]] = deque()
-        self._last_update = 0.0
+        self._prompts = HeldPrompts(self._held, self.pool, self.block_size)
+        self._step_times = StepTimes(self.policy.prefill, 1 + self.num_spec_tokens)
 
     # -- turns arrive and end ----------------------------------------------------------
 
     def _enqueue_waiting_request(self, request: Request) -> None:
         request_id = request.request_id
         if request.program is None:
-            self._unlabelled[request_id] = None
+            self._unlabelled.add(request_id)
         elif request_id not in self.pool.program_of:  # else the next chunk of a streaming session
             self._turn_arrived(request)
             return
@@ -112,6 +115,7 @@ class ProgramScheduler(AsyncScheduler):
         if request.structured_output_request is not None:
             self._held_grammars[request.request_id] = request
         self.table.request_held(program, request.request_id, now)
+        self.policy.waits(program, now)
         self._changed = True
 
     def _admit(self, request: Request, program: Program) -> None:
@@ -124,6 +128,8 @@ class ProgramScheduler(AsyncScheduler):
     def _unhold(self, program: Program, request_id: str, now: float) -> Request:
         self.status.waited(now - (program.waiting_since or now))
         self.table.request_unheld(program, request_id, now)
+        if not program.held:
+            self.policy.waits_no_more(program)
         self._held_grammars.pop(request_id, None)
         return self._held.pop(request_id)
 
@@ -132,7 +138,7 @@ class ProgramScheduler(AsyncScheduler):
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         result = super()._free_request(request, delay_free_blocks)
         if request.request_id in self._unlabelled:
-            del self._unlabelled[request.request_id]
+            self._unlabelled.remove(request.request_id)
             self._changed |= bool(self._held)
         program = self.pool.program_of.pop(request.request_id, None)
         if program is not None:
@@ -147,30 +153,33 @@ class ProgramScheduler(AsyncScheduler):
         if request.request_id in self._held:
             self._unhold(program, request.request_id, now)
         else:
-            pooled = request.pooling_params is not None
-            if request.num_output_tokens or (
-                pooled and request.status is RequestStatus.FINISHED_STOPPED
-            ):
-                self.table.learn_context(program, request.num_tokens, request.num_output_tokens)
-            else:
-                program.interrupted = True
-            if program.requests_running == 1:  # this one: it still counts
-                superseded = self.pool.ledger.end_turn(program, not program.interrupted)
-                self.pool.relocate(superseded)
+            self._ran(request, program, turn)
         if self.table.request_ended(program, turn.turn_id, now):
-            self._program_acts(program)
+            self._program_acts(program, now)
 
-    def _program_acts(self, program: Program) -> None:
+    def _ran(self, request: Request, program: Program, turn: Turn) -> None:
+        """A request that was not held ended: what does it say about its program's context?"""
+        pooled = request.pooling_params is not None
+        completed = bool(request.num_output_tokens) or (
+            pooled and request.status is RequestStatus.FINISHED_STOPPED
+        )
+        program.interrupted |= not completed
+        end = TurnEnd([])
+        if program.requests_running == 1:  # this one: it still counts
+            end = self.pool.ledger.end_turn(program, not program.interrupted)
+            self.pool.relocate(end.superseded)
+            self.status.replaced_contexts += end.replaced
+        if completed and not turn.one_off and not end.side_call:
+            self.table.learn_context(program, request.num_tokens, request.num_output_tokens)
+
+    def _program_acts(self, program: Program, now: float) -> None:
         """Its last turn ended."""
-        self.policy.acts(program)
         if program.release_when_turn_ends:
             self.table.released += 1
             self._release(program)
-        elif program.pause_when_turn_ends:
-            program.pause_when_turn_ends = False
-            if self.table.waiting and program.status is Status.ACTIVE:
-                self.table.pause(program)
-                self.pool.free_block_queue.program_paused(program)
+            return
+        for action in self.policy.acts(program, now):
+            self._carry_out(action, now)
 
     # -- decisions ---------------------------------------------------------------------
 
@@ -185,19 +194,25 @@ class ProgramScheduler(AsyncScheduler):
         if self.waiting and self._unlabelled and self.policy.holds:
             self._hold_again_what_blocks(now)
         if output.total_num_scheduled_tokens:
-            prefill = sum(n for n in output.num_scheduled_tokens.values() if n > 1)
-            self._steps.append((now, prefill))
+            self._step_times.scheduled(output, self.requests, now)
+            self._learn_hits(output)
         return output
+
+    def _learn_hits(self, output: SchedulerOutput) -> None:
+        for started in output.scheduled_new_reqs:
+            request = self.requests[started.req_id]
+            program = self.pool.owner_of(request)
+            if program is not None:
+                cached = started.num_computed_tokens
+                self.table.learn_hits(program, cached, request.num_prompt_tokens)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         now = self.clock()
         self.pool.free_block_queue.now = now
-        if scheduler_output.total_num_scheduled_tokens and self._steps:
-            began, prefill = self._steps.popleft()
-            self.policy.prefill_rate.add(prefill, now - max(began, self._last_update))
-            self._last_update = now
+        if scheduler_output.total_num_scheduled_tokens:
+            self._step_times.output_arrived(now)
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _reconcile(self, now: float) -> None:
@@ -230,51 +245,14 @@ class ProgramScheduler(AsyncScheduler):
         queued = len(self.running) + len(self.waiting) + len(self.kv_holding_waiting)
         return Memory(
             capacity_blocks=self.pool.num_gpu_blocks - 1,
-            unlabelled_blocks=self._unlabelled_blocks(),
+            unlabelled_blocks=self._unlabelled.blocks(self.clock()),
             shared_blocks=self.pool.ledger.shared_resident,
             free_blocks=self.pool.get_num_free_blocks(),
             free_slots=self.max_num_active_reqs - queued - self.num_waiting_for_streaming_input,
             busy=queued > 0,
-            borrowed_blocks=self._borrowed_blocks,
+            borrowed_blocks=self._prompts.borrowed_blocks,
+            common_blocks=self._prompts.common_blocks,
         )
-
-    def _unlabelled_blocks(self) -> int:
-        """Distinct blocks in use by requests without a program; a prefix of theirs counts once."""
-        managers = self.kv_cache_manager.coordinator.single_type_managers
-        used = [
-            blocks
-            for request_id in self._unlabelled
-            for manager in managers
-            if (blocks := manager.req_to_blocks.get(request_id))
-        ]
-        if len(used) < 2:
-            return sum(map(len, used))
-        return len({block.block_id for blocks in used for block in blocks if not block.is_null})
-
-    def _borrowed_blocks(self, program: Program) -> int:
-        """Blocks of a waiting program's prompt that are in memory and on another's account."""
-        if program.keys or program.stale_keys:
-            return program.shared_blocks
-        request = self._held[next(iter(program.held))]
-        return self._claimed_prefix(request)
-
-    def _claimed_prefix(self, request: Request) -> int:
-        """Leading blocks of a prompt that are cached and counted already: shared, or claimed by
-        their only holder. By bisection: eviction is tail first, and programs part only once."""
-        if not self.kv_cache_manager.prefix_cache_lookup_enabled(request):
-            return 0
-        hashes = resolve_block_hashes(request.block_hashes, self.hash_block_size, self.block_size)
-        low, high = 0, len(hashes)
-        while low < high:
-            middle = (low + high) // 2
-            key = make_block_hash_with_group_id(hashes[middle], 0)
-            holder = self.pool.ledger.holder(key)
-            unclaimed = isinstance(holder, Program) and holder.status is not Status.ACTIVE
-            if holder is not None and not unclaimed and self.pool.is_resident(key):
-                low = middle + 1
-            else:
-                high = middle
-        return low
 
     def _hold_again_what_blocks(self, now: float) -> None:
         """A failed allocation ends vLLM's scan: a turn that does not fit must not stand before
@@ -291,9 +269,31 @@ class ProgramScheduler(AsyncScheduler):
                 return
             self.waiting.pop_request()
             if program.requests_running == 1 and program.status is Status.ACTIVE:
-                self.table.pause(program)
+                self.policy.withdraw(program)
                 self.pool.free_block_queue.program_paused(program)
             self._hold(request, program, program.waited_since or now)
+
+    def _choose_preemption_victim(self, request: Request, pinned: Container[str]) -> Request:
+        """The turn that is cheapest to compute again, instead of vLLM's last one in the list.
+
+        Costs only grow while a turn runs, so the dearest one is never the victim of another: it
+        ends, and two turns cannot push each other out for ever.
+        """
+        if not self.policy.holds or len(self._unlabelled) == len(self.requests):
+            return super()._choose_preemption_victim(request, pinned)
+        candidates = (
+            each
+            for each in reversed(self.running)
+            if each is request or each.request_id not in pinned
+        )
+        return min(candidates, key=self._preemption_rank)
+
+    def _preemption_rank(self, request: Request) -> tuple[int, bool, int]:
+        program = self.pool.program_of.get(request.request_id)
+        if program is None:
+            return -request.priority, False, request.num_computed_tokens
+        kept = program.shared_blocks * self.block_size  # others hold these: they stay
+        return -request.priority, program.goes_first, max(request.num_computed_tokens - kept, 0)
 
     def _surface_grammar_errors(self, now: float) -> None:
         """Let held turns whose grammar does not compile fail now instead of when restored."""
@@ -310,6 +310,7 @@ class ProgramScheduler(AsyncScheduler):
             self.pool.free_block_queue.program_restored(program)
 
     def _release(self, program: Program) -> None:
+        self.policy.forget(program)
         self.table.release(program)
         self.pool.relocate(self.pool.ledger.release(program))
         self._changed = True
@@ -325,6 +326,7 @@ class ProgramScheduler(AsyncScheduler):
         operations: dict[str, Callable[..., Any]] = {
             "release": self.release_program,
             "turn_end": self.end_fan,
+            "tool": self.tool_began,
             "get": self.status.get,
             "list": self.status.list,
             "summary": self.status.summary,
@@ -352,7 +354,15 @@ class ProgramScheduler(AsyncScheduler):
         program = self.table.get(program_id)
         if program is not None and self.table.fan_ended(program, turn_id, self.clock()):
             self._changed = True
-            self._program_acts(program)
+            self._program_acts(program, self.clock())
+
+    def tool_began(self, program_id: str, tool_name: str) -> dict[str, Any]:
+        """The client says which tool a program has begun to run."""
+        program = self.table.get(program_id)
+        if program is not None:
+            program.tool = tool_name
+            self.policy.tool_known(program)
+        return {"program_id": program_id, "known": program is not None}
 
     # -- what the engine core asks -----------------------------------------------------
 
@@ -408,6 +418,7 @@ class ProgramScheduler(AsyncScheduler):
     def check_integrity(self) -> None:
         """The books of turns, programs and blocks agree; raises IntegrityError."""
         self.table.check_integrity()
+        self.policy.check_integrity()
         self.pool.check_integrity()
         self.status.check_integrity(self._held)
 

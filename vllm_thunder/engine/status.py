@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from vllm.logger import init_logger
@@ -10,8 +11,9 @@ from vllm.v1.request import Request
 
 from vllm_thunder.engine.block_pool import ProgramBlockPool
 from vllm_thunder.engine.free_queue import EvictionClass
-from vllm_thunder.program.errors import IntegrityError
-from vllm_thunder.program.policy import Action, ActionKind, FcfsPolicy, Memory
+from vllm_thunder.program.decisions import Action, ActionKind, Memory
+from vllm_thunder.program.errors import IntegrityError, ThunderError
+from vllm_thunder.program.fcfs import FcfsPolicy
 from vllm_thunder.program.program import Phase, Program, Status
 from vllm_thunder.program.table import ProgramTable
 
@@ -43,6 +45,8 @@ class EngineStatus:
         self._wait_counts = [0] * (len(WAIT_BOUNDS) + 1)
         self._wait_sum = 0.0
         self.longest_wait = 0.0
+        #: Turns that continued next to nothing of their program's context.
+        self.replaced_contexts = 0
 
     # -- the scheduler tells -----------------------------------------------------------
 
@@ -66,12 +70,16 @@ class EngineStatus:
     def get(self, program_id: str) -> dict[str, Any] | None:
         """One program, or None."""
         program = self._table.get(program_id)
-        return None if program is None else self._describe(program, self._reasons())
+        return None if program is None else self._describe(program, self._memory())
 
-    def list(self) -> list[dict[str, Any]]:
-        """All programs, the one idle longest first."""
-        reasons = self._reasons()
-        return [self._describe(program, reasons) for program in self._table]
+    def list(self, after: str = "", limit: str = "") -> list[dict[str, Any]]:
+        """Programs in the order of their ids: at most ``limit`` of them ("": all), those whose ids
+        come after ``after``."""
+        if limit and not limit.isdecimal():
+            raise ThunderError(f"limit: {limit!r} is not a whole number")
+        programs = self._table.page(after, int(limit) if limit else len(self._table))
+        memory = self._memory()
+        return [self._describe(program, memory) for program in programs]
 
     def summary(self) -> dict[str, Any]:
         """The engine in one glance."""
@@ -97,7 +105,7 @@ class EngineStatus:
         """Everything for Prometheus, by name without prefix; see ``engine/metrics.py``."""
         table, pool = self._table, self._pool
         states = Counter((str(p.phase), str(p.status)) for p in table)
-        rate = self._policy.prefill_rate.tokens_per_second
+        rate = self._policy.prefill.tokens_per_second
         evicted = pool.free_block_queue.evicted
         return {
             "gauges": {
@@ -150,6 +158,7 @@ class EngineStatus:
             "programs_released": table.released,
             "programs_expired": table.expired,
             "programs_evicted": table.evicted,
+            "program_hit_rate_collapses": self.replaced_contexts,
         }
 
     def _longest_wait_now(self) -> float:
@@ -157,12 +166,12 @@ class EngineStatus:
         waits = (now - p.waiting_since for p in self._table.waiting if p.waiting_since)
         return max(self.longest_wait, *waits, 0.0)
 
-    def _reasons(self) -> dict[Program, str]:
-        return self._policy.why_held(self._clock(), self._memory())
-
-    def _describe(self, program: Program, reasons: dict[Program, str]) -> dict[str, Any]:
+    def _describe(self, program: Program, memory: Memory) -> dict[str, Any]:
         now = self._clock()
-        waited = 0.0 if program.waiting_since is None else now - program.waiting_since
+        waited, wait = 0.0, None
+        if program.waiting_since is not None:
+            waited = now - program.waiting_since
+            wait = asdict(self._policy.why_held(program, now, memory))
         return {
             "program_id": program.program_id,
             "phase": str(program.phase),
@@ -176,11 +185,15 @@ class EngineStatus:
             "turns": program.turns_done,
             "parent_id": program.parent_id,
             "group": program.group,
+            "children": self._table.children(program),
             "priority": program.priority,
+            "deadline_seconds": program.deadline_seconds,
+            "tool": program.tool,
+            "hit_rate": program.hit_rate,
             "idle_seconds": 0.0 if program.in_flight else now - program.idle_since,
             "waited_seconds": waited,
             "longest_wait_seconds": max(program.longest_wait, waited),
-            "wait_reason": reasons.get(program),
+            "wait": wait,
             "pauses": program.pauses,
             "restores": program.restores,
         }

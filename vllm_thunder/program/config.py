@@ -12,7 +12,7 @@ __all__ = ["CONFIG_KEY", "POLICIES", "ThunderConfig", "flag_of"]
 CONFIG_KEY = "vllm_thunder"
 
 #: Names for ``--thunder-policy``.
-POLICIES = ("thunder", "fcfs")
+POLICIES = ("thunder", "paper", "fcfs")
 
 
 def _setting(
@@ -28,6 +28,7 @@ class ThunderConfig:
     policy: str = _setting(
         "thunder",
         "thunder: hold, pause and restore programs by what memory allows; "
+        "paper: ThunderAgent's plain rule, every --thunder-interval seconds; "
         "fcfs: stock vLLM order, programs are only accounted",
     )
     max_wait: float = _setting(
@@ -47,6 +48,9 @@ class ThunderConfig:
         "share of the KV cache below which waiting programs are restored",
         low=0.05,
         high=1.0,
+    )
+    interval: float = _setting(
+        5.0, "seconds between two decisions of the paper's rule (its delta t)", low=0.01
     )
     acting_half_life: float = _setting(
         1.0, "seconds in which an acting program's decay score f(t) = 2^-t/h halves", low=0.001

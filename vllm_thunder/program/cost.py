@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from math import ceil
 
-__all__ = ["ContextBlocks", "Ewma", "PrefillRate", "decay", "discounted_age"]
+__all__ = ["ContextBlocks", "Ewma", "PrefillCost", "decay", "discounted_age"]
 
 
 class ContextBlocks:
@@ -71,31 +71,59 @@ class Ewma:
         self.value += max(self.weight, 1.0 / self.samples) * (sample - self.value)
 
 
-class PrefillRate:
-    """Tokens per second at which this engine prefills, measured from its own steps.
+class PrefillCost:
+    """Seconds that prefilling takes on this engine, measured from its own steps.
 
-    A step counts by the prefill tokens in it, so that decode-only steps say nothing and a full
-    prefill chunk says most.
+    The model is t = a * n + b * q for a step with n prompt tokens whose positions add up to q:
+    a is the work of a token by itself, b * position its attention over the context before it.
+    Both are least squares over the steps seen, with older ones forgotten, so they follow the
+    model, the hardware and the context lengths in use. A step counts by its prompt tokens: steps
+    that only decode say nothing, a full prefill chunk says most.
     """
 
-    __slots__ = ("_seconds", "_tokens")
+    __slots__ = ("_nn", "_nq", "_nt", "_qq", "_qt", "_seconds", "_tokens")
 
-    #: Prefill tokens over which the estimate forgets half of what it knew.
+    #: Prompt tokens after which a step counts half.
     MEMORY_TOKENS = 50_000
 
     def __init__(self) -> None:
-        self._tokens = 0.0
-        self._seconds = 0.0
+        self._nn = self._nq = self._qq = self._nt = self._qt = 0.0
+        self._tokens = self._seconds = 0.0
 
-    def add(self, tokens: int, seconds: float) -> None:
-        """Count one step with ``tokens`` prefill tokens that took ``seconds``."""
+    def add(self, tokens: int, positions: float, seconds: float) -> None:
+        """Count one step with ``tokens`` prompt tokens, whose positions add up to ``positions``,
+        that took ``seconds``."""
         if tokens <= 0 or seconds <= 0:
             return
         keep = 0.5 ** (tokens / self.MEMORY_TOKENS)
+        self._nn = self._nn * keep + tokens * tokens
+        self._nq = self._nq * keep + tokens * positions
+        self._qq = self._qq * keep + positions * positions
+        self._nt = self._nt * keep + tokens * seconds
+        self._qt = self._qt * keep + positions * seconds
         self._tokens = self._tokens * keep + tokens
         self._seconds = self._seconds * keep + seconds
 
     @property
     def tokens_per_second(self) -> float | None:
-        """None until a step with prefill tokens was seen."""
+        """Mean rate of the prompts seen lately; None until there was one."""
         return self._tokens / self._seconds if self._seconds else None
+
+    def seconds(self, start: float, end: float) -> float | None:
+        """Time to prefill the tokens from position ``start`` to ``end``; None as above."""
+        if not self._seconds:
+            return None
+        per_token, per_position = self._fit()
+        return per_token * (end - start) + per_position * (end * end - start * start) / 2
+
+    def _fit(self) -> tuple[float, float]:
+        """a and b, neither negative."""
+        determinant = self._nn * self._qq - self._nq * self._nq
+        if determinant > 1e-6 * self._nn * self._qq:  # else all steps were alike
+            a = (self._nt * self._qq - self._qt * self._nq) / determinant
+            b = (self._qt * self._nn - self._nt * self._nq) / determinant
+            if a >= 0 and b >= 0:
+                return a, b
+            if a < 0:
+                return 0.0, self._qt / self._qq
+        return self._nt / self._nn, 0.0

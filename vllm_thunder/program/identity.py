@@ -21,12 +21,15 @@ What else a request may tell about its turn (body, same four places, unless note
     ``program_group``                                                :attr:`Turn.group`
     ``tool_name``                                                    :attr:`Turn.tool`
     ``kv_retention_ttl_seconds``                                     :attr:`Turn.retention_seconds`
+    ``deadline_seconds``                                             :attr:`Turn.deadline_seconds`
+    ``one_off``                                                      :attr:`Turn.one_off`
 
-An id is a non-empty string of at most :data:`MAX_ID_BYTES` UTF-8 bytes, or an integer, which
-stands for its decimal string. JSON null means absent. Every name that is present must be valid,
-also one that another name outranks; two names with different values are no error. A request
-without an id is unlabelled, whatever else it tells. Other members of ``agentic_context``
-(``step_id``, ``deadline_seconds``) are accepted and have no effect.
+An id is a non-empty string of at most :data:`~vllm_thunder.program.values.MAX_ID_BYTES` UTF-8
+bytes, or an integer, which stands for its decimal string. JSON null means absent, and so does an
+empty header other than ``X-Program-ID``: clients and proxies send those for purposes of their own.
+Every name that is present must be valid, also one that another name outranks; two names with
+different values are no error. A request without an id is unlabelled, whatever else it tells.
+Other members of ``agentic_context`` (``step_id``) are accepted and have no effect.
 """
 
 import json
@@ -38,19 +41,15 @@ import msgspec
 
 from vllm_thunder.program.errors import IdentityError
 from vllm_thunder.program.turn import Turn
+from vllm_thunder.program.values import boolean_of, object_of, program_id_of, seconds_of
 
 __all__ = [
     "BODY_NAMES",
     "HEADER_NAMES",
-    "MAX_ID_BYTES",
     "RoutingFields",
     "decode_routing_fields",
-    "program_id_of",
     "resolve_turn",
 ]
-
-#: Longest id, in bytes of UTF-8. Ids are kept for every tracked program.
-MAX_ID_BYTES = 64 * 1024
 
 #: Headers that give a program id, by rank after the body's ``program_id``.
 _PROGRAM_HEADER = "x-program-id"
@@ -81,6 +80,8 @@ BODY_NAMES = frozenset(
         "tool_name",
         "is_last_step",
         "kv_retention_ttl_seconds",
+        "deadline_seconds",
+        "one_off",
         "priority",
     }
 )
@@ -100,9 +101,6 @@ _SINGLE_REQUEST_PATHS = frozenset(
 #: A JSON list whose first element is a number: one prompt given as token ids.
 _TOKEN_IDS = re.compile(rb"\[\s*\d")
 
-#: A century: longer than any server runs, and exact as a float.
-_LONGEST_RETENTION = 3_155_760_000
-
 #: The range of vLLM's ``priority``.
 _PRIORITY_RANGE = (-(2**63), 2**63 - 1)
 
@@ -119,6 +117,8 @@ class RoutingFields(msgspec.Struct):
     tool_name: Any = None
     is_last_step: Any = None
     kv_retention_ttl_seconds: Any = None
+    deadline_seconds: Any = None
+    one_off: Any = None
     priority: Any = None
     agentic_context: Any = None
     vllm_xargs: Any = None
@@ -198,27 +198,11 @@ def resolve_turn(
         priority=_priority(places, headers),
         group=_body_id(places, "program_group"),
         tool=_body_id(places, "tool_name"),
-        retention_seconds=_retention(places),
+        retention_seconds=_seconds(places, "kv_retention_ttl_seconds", zero=True),
         fans_out=_fans_out(path, body),
+        deadline_seconds=_seconds(places, "deadline_seconds", zero=False),
+        one_off=_boolean(places, "one_off") or False,
     )
-
-
-def program_id_of(value: Any, field: str = "program_id") -> str:
-    """``value`` as a program id, under the rules above. Raises IdentityError naming ``field``."""
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise IdentityError(field, f"must be a string or an integer, not {_json_type(value)}")
-    try:
-        text = str(value)
-        size = len(text.encode())
-    except UnicodeEncodeError:
-        raise IdentityError(field, "must be valid Unicode, not a lone surrogate") from None
-    except ValueError:  # an integer with thousands of digits
-        raise IdentityError(field, f"must have at most {MAX_ID_BYTES} bytes") from None
-    if not text:
-        raise IdentityError(field, "must not be empty")
-    if size > MAX_ID_BYTES:
-        raise IdentityError(field, f"must have at most {MAX_ID_BYTES} bytes, not {size}")
-    return text
 
 
 def _places(body: RoutingFields) -> list[tuple[str, Mapping[str, Any]]]:
@@ -237,11 +221,7 @@ def _places(body: RoutingFields) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def _context(value: Any, field: str) -> Mapping[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise IdentityError(field, f"must be an object, not {_json_type(value)}")
-    return value
+    return {} if value is None else object_of(value, field)
 
 
 def _first(*ids: str | None) -> str | None:
@@ -262,7 +242,9 @@ def _body_id(places: list[tuple[str, Mapping[str, Any]]], name: str) -> str | No
 
 def _header_id(headers: Mapping[str, str], name: str) -> str | None:
     value = headers.get(name)
-    return None if value is None else program_id_of(_utf8(value), f"header {name}")
+    if value is None or (not value and name != _PROGRAM_HEADER):
+        return None
+    return program_id_of(_utf8(value), f"header {name}")
 
 
 def _utf8(value: str) -> str:
@@ -274,20 +256,15 @@ def _utf8(value: str) -> str:
 
 
 def _final(places: list[tuple[str, Mapping[str, Any]]], headers: Mapping[str, str]) -> bool:
-    told = [_boolean(value, field) for field, value in _present(places, "is_last_step")]
-    if _FINAL_HEADER in headers:
-        told.append(_boolean(headers[_FINAL_HEADER], f"header {_FINAL_HEADER}"))
-    return told[0] if told else False
+    told = _boolean(places, "is_last_step")
+    header = headers.get(_FINAL_HEADER)
+    final = boolean_of(header, f"header {_FINAL_HEADER}") if header else False
+    return final if told is None else told
 
 
-def _boolean(value: Any, field: str) -> bool:
-    # Numbers and text too: they are all that vllm_xargs and headers can carry.
-    text = str(value).strip().lower() if isinstance(value, bool | int | str) else ""
-    if text in ("true", "1"):
-        return True
-    if text in ("false", "0"):
-        return False
-    raise IdentityError(field, "must be true or false")
+def _boolean(places: list[tuple[str, Mapping[str, Any]]], name: str) -> bool | None:
+    told = [boolean_of(value, field) for field, value in _present(places, name)]
+    return told[0] if told else None
 
 
 def _priority(places: list[tuple[str, Mapping[str, Any]]], headers: Mapping[str, str]) -> int:
@@ -308,15 +285,8 @@ def _priority(places: list[tuple[str, Mapping[str, Any]]], headers: Mapping[str,
     return told[0] if told else 0
 
 
-def _retention(places: list[tuple[str, Mapping[str, Any]]]) -> float | None:
-    told = []
-    for field, value in _present(places, "kv_retention_ttl_seconds"):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not 0 <= value <= _LONGEST_RETENTION:
-            raise IdentityError(
-                field, f"must be a number of seconds from 0 to {_LONGEST_RETENTION}"
-            )
-        told.append(float(value))
+def _seconds(places: list[tuple[str, Mapping[str, Any]]], name: str, *, zero: bool) -> float | None:
+    told = [seconds_of(value, field, zero=zero) for field, value in _present(places, name)]
     return told[0] if told else None
 
 
@@ -356,13 +326,3 @@ def _prompts(raw: msgspec.Raw) -> int:
     if _TOKEN_IDS.match(text):
         return 1
     return len(msgspec.json.decode(text, type=list[msgspec.Raw]))
-
-
-def _json_type(value: Any) -> str:
-    if isinstance(value, bool):
-        return "a boolean"
-    if isinstance(value, int | float):
-        return "a number with a fraction or exponent"
-    return {list: "a list", dict: "an object", type(None): "null", str: "a string"}.get(
-        type(value), type(value).__name__
-    )

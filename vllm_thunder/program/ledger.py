@@ -6,14 +6,35 @@ residency is a property of the pool and is told to the ledger as it changes. Cos
 changed, never the number of programs or blocks.
 """
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import islice
+from typing import NamedTuple
 
 from vllm_thunder.program.errors import IntegrityError
 from vllm_thunder.program.program import Program
 
-__all__ = ["BlockLedger"]
+__all__ = ["BlockLedger", "TurnEnd"]
 
 _Key = Hashable
+
+#: Below this many blocks a context is too short to tell how it changes.
+_FEW_BLOCKS = 4
+#: A turn that leaves more than this share of its program's context unused does not continue it.
+_REPLACED_SHARE = 0.9
+
+
+class TurnEnd(NamedTuple):
+    """What the end of a turn says about its program's context.
+
+    ``superseded``: keys that the program holds no longer. ``replaced``: the turn continued next
+    to nothing of the context, which a prefix cache cannot help. ``side_call``: so did this turn,
+    but it is less than half as long and the one before was none: the context is kept, and what
+    the side call computed is superseded instead.
+    """
+
+    superseded: list[_Key]
+    replaced: bool = False
+    side_call: bool = False
 
 
 class BlockLedger:
@@ -29,6 +50,11 @@ class BlockLedger:
         """Keys with at least one holder."""
         return len(self._holders)
 
+    @property
+    def holder_of(self) -> Callable[[_Key], "Program | set[Program] | None"]:
+        """:meth:`holder` for loops over blocks, without the cost of a method."""
+        return self._holders.get
+
     def holder(self, key: _Key) -> Program | set[Program] | None:
         """None, the only holder, or the set of holders (two or more)."""
         return self._holders.get(key)
@@ -38,55 +64,58 @@ class BlockLedger:
         return self._holders.values()
 
     def begin_turn(self, program: Program) -> None:
-        """A turn starts to use memory while no other turn of the program does.
+        """A turn starts while no other turn of the program runs."""
+        program.keys_before = len(program.keys)
+        program.prefix_used = 0
+        program.used.clear()
 
-        Keys that the turn does not use again are stale when it ends.
-        """
-        program.stale_keys.update(program.keys)
-        program.keys = {}
-
-    def hold(self, program: Program, key: _Key) -> None:
-        """``program``'s running turn uses ``key``."""
-        if key in program.keys:
+    def hold(self, program: Program, keys: Sequence[_Key]) -> None:
+        """``program``'s running turns use ``keys``, found in memory or just computed."""
+        held = program.keys
+        count = len(keys)
+        # A turn that continues its context finds it as it was: no key need be looked up.
+        if count <= program.keys_before and keys == list(islice(held, count)):
+            program.prefix_used = max(program.prefix_used, count)
             return
-        program.keys[key] = None
-        if key in program.stale_keys:
-            del program.stale_keys[key]
-            return
-        holders = self._holders.get(key)
-        resident = self._is_resident(key)
-        if holders is None:
-            self._holders[key] = program
-            program.unique_blocks += 1
-        else:
-            if isinstance(holders, Program):
-                self._holders[key] = {holders, program}
-                holders.unique_blocks -= 1
-                holders.shared_blocks += 1
-                self.shared_resident += resident
+        for key in keys:
+            if key in held:
+                program.used.add(key)
             else:
-                holders.add(program)
-            program.shared_blocks += 1
-        program.resident_blocks += resident
+                self._add(program, key)
 
-    def end_turn(self, program: Program, completed: bool) -> list[_Key]:
-        """The program's last running turn ended; returns the superseded keys, no longer held.
+    def end_turn(self, program: Program, completed: bool) -> TurnEnd:
+        """The program's last running turn ended; drops what it will not use again.
 
         ``completed`` is False when the turn's prompt was not fully computed: what it did not
-        reach may still be its context, so nothing is superseded.
+        reach may still be its context, so nothing is dropped. Nor is it by turns that used no
+        key at all: one-offs, and prompts shorter than a block.
         """
-        stale, program.stale_keys = program.stale_keys, {}
-        if not completed:
-            program.keys.update(stale)
-            return []
+        before, prefix, used = program.keys_before, program.prefix_used, program.used
+        fresh = len(program.keys) - before
+        if not completed or not (prefix or used or fresh):
+            return TurnEnd([])
+        stale = [key for key in islice(program.keys, prefix, before) if key not in used]
+        if not stale:
+            program.side_calls = 0
+            return TurnEnd([])
+        in_use = before - len(stale) + fresh
+        replaced = before >= _FEW_BLOCKS and len(stale) > _REPLACED_SHARE * before
+        side_call = replaced and in_use < before / 2 and not program.side_calls
+        if side_call:
+            stale = list(islice(program.keys, before, None))
+            program.side_calls += 1
+        else:
+            program.side_calls = 0
         for key in stale:
+            del program.keys[key]
             self._drop(program, key)
-        return list(stale)
+        return TurnEnd(stale, replaced and not side_call, side_call)
 
     def release(self, program: Program) -> list[_Key]:
         """Drop everything that ``program`` holds; returns the keys whose holders changed."""
-        keys = [*program.keys, *program.stale_keys]
-        program.keys, program.stale_keys = {}, {}
+        keys = list(program.keys)
+        program.keys = {}
+        self.begin_turn(program)
         for key in keys:
             self._drop(program, key)
         return keys
@@ -111,10 +140,9 @@ class BlockLedger:
         problems = []
         programs = list(programs)
         for program in programs:
-            both = program.keys.keys() & program.stale_keys.keys()
-            if both:
-                problems.append(f"{program.program_id!r} holds {len(both)} keys twice")
-            for key in (*program.keys, *program.stale_keys):
+            if not program.used <= program.keys.keys():
+                problems.append(f"{program.program_id!r} uses keys that it does not hold")
+            for key in program.keys:
                 holders.setdefault(key, set()).add(program)
         for key in holders.keys() ^ self._holders.keys():
             problems.append(f"key {key!r} has holders on one side only")
@@ -126,7 +154,7 @@ class BlockLedger:
         if self.shared_resident != (n := sum(self._is_resident(key) for key in shared)):
             problems.append(f"shared resident blocks: {self.shared_resident} kept, {n} counted")
         for program in programs:
-            keys = [*program.keys, *program.stale_keys]
+            keys = program.keys
             counted = (
                 sum(key not in shared for key in keys),
                 sum(key in shared for key in keys),
@@ -140,6 +168,24 @@ class BlockLedger:
                 )
         if problems:
             raise IntegrityError("; ".join(problems))
+
+    def _add(self, program: Program, key: _Key) -> None:
+        program.keys[key] = None
+        holders = self._holders.get(key)
+        resident = self._is_resident(key)
+        if holders is None:
+            self._holders[key] = program
+            program.unique_blocks += 1
+        else:
+            if isinstance(holders, Program):
+                self._holders[key] = {holders, program}
+                holders.unique_blocks -= 1
+                holders.shared_blocks += 1
+                self.shared_resident += resident
+            else:
+                holders.add(program)
+            program.shared_blocks += 1
+        program.resident_blocks += resident
 
     def _drop(self, program: Program, key: _Key) -> None:
         holders = self._holders[key]

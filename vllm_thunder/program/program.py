@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from vllm_thunder.program.tool_times import ProgramTimes
+
 __all__ = ["Phase", "Program", "Status"]
 
 
@@ -39,6 +41,11 @@ class Program:
     group: str | None = None
     priority: int = 0
     retention: float | None = None
+    #: The tool that it runs now, or ran last, as far as its client told.
+    tool: str | None = None
+    tool_times: ProgramTimes = field(default_factory=ProgramTimes)
+    #: Seconds after its arrival by which a turn in flight should have its first token.
+    deadline_seconds: float | None = None
 
     #: Requests in flight by turn id. A turn that fans out stays, possibly with 0
     #: requests, until the front end says that it is over.
@@ -58,6 +65,8 @@ class Program:
     growth: float = 0.0
     #: Blocks that the program claims while it is active; see ``ThunderPolicy``.
     claim: float = 0.0
+    #: Share of its prompts' tokens that were cached, lately; None before the second turn.
+    hit_rate: float | None = None
     #: Blocks that the next turn would not have to allocate because other programs hold them.
     borrowed_blocks: int = 0
 
@@ -71,16 +80,23 @@ class Program:
     interrupted: bool = False
     #: It lost its claim after its first turn, before it came back.
     given_up: bool = False
-    #: It was overdue when it was restored: its turn is not held again.
+    #: It was due when it was restored: its turn is not held again.
     goes_first: bool = False
     #: Since when the turns that were admitted last had waited.
     waited_since: float | None = None
-    pause_when_turn_ends: bool = False
+    #: It gives up its claim when its turn ends, for a program that waits; see ProgramTable.
+    yields: bool = False
     release_when_turn_ends: bool = False
 
     # Kept by the BlockLedger.
     keys: dict[Any, None] = field(default_factory=dict)
-    stale_keys: dict[Any, None] = field(default_factory=dict)
+    #: Of ``keys``, which are in the order in which they came, how many are from before the turns
+    #: that run, how many of the first these use, and which others.
+    keys_before: int = 0
+    prefix_used: int = 0
+    used: set[Any] = field(default_factory=set)
+    #: Turns since the last one that continued the context.
+    side_calls: int = 0
     unique_blocks: int = 0
     shared_blocks: int = 0
     resident_blocks: int = 0

@@ -22,11 +22,17 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     final: bool = False
     #: Lower runs earlier, as vLLM's own request priority.
     priority: int = 0
-    #: Names the RL prompt group of the program; shown, not yet used by a decision.
+    #: Names the RL prompt group of the program: turns of one group share a prefix and are
+    #: admitted together.
     group: str | None = None
-    #: The tool that ran before this turn, where the request tells it; not yet used.
+    #: The tool whose run ended with this turn; its run time is learned under this name.
     tool: str | None = None
     #: Seconds without a turn after which the program is released; None: the configured default.
     retention_seconds: float | None = None
     #: The call fans out into several engine requests; the front end tells when it is over.
     fans_out: bool = False
+    #: Seconds after its arrival by which the turn should have its first token; None: no deadline.
+    deadline_seconds: float | None = None
+    #: The context will not be sent again: its KV blocks are reused first when the turn ends, and
+    #: the program's own context stays what it was.
+    one_off: bool = False

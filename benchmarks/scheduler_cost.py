@@ -1,0 +1,187 @@
+"""What programs cost the scheduler itself: no model, the real queues, KV-cache manager and pool.
+
+    python benchmarks/scheduler_cost.py --steps 2000
+
+1,000 programs in a closed loop: 256 of their turns run, the others wait or act; 50,000 KV blocks
+of 16 tokens; about ten turns end in every step and as many arrive. vLLM's ``AsyncScheduler`` and
+``ProgramScheduler`` are stepped through the same programs, one step of one after one step of the
+other in one process, so that both see the same machine. Timed are ``schedule()`` plus
+``update_from_output()``, and apart from them ``add_request()``. Two loads: ``fits`` (all contexts
+fit into the pool, so that both schedulers do the same work) and ``tight`` (they are twice as
+large as the pool: turns are held, paused and restored).
+"""
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+# The harness imports vllm, after vllm_thunder as it has to be.
+from tests.engine.harness import BLOCK, AsyncScheduler, Engine, ModelRunnerOutput
+from vllm_thunder.engine.scheduler import ProgramScheduler
+from vllm_thunder.program.program import Phase
+from vllm_thunder.replay.machine import describe_machine
+from vllm_thunder.replay.tiny_model import TinyModel, build_tiny_model, default_cache
+
+PROGRAMS = 1_000
+RUNNING = 256
+BLOCKS = 50_000
+OUTPUT_TOKENS = 25
+STEP_SECONDS = 0.03
+#: Blocks of a program's context on average: all of them fit, or are twice as much as there is.
+LOADS = {"fits": 45, "tight": 100}
+
+
+class ClosedLoop:
+    """Programs on one scheduler; the same seed gives the same contexts and tool times."""
+
+    def __init__(self, scheduler: type[AsyncScheduler], context_blocks: int, programs: int):
+        self.engine = Engine(
+            build_tiny_model(default_cache(), TinyModel()),
+            blocks=BLOCKS,
+            scheduler=scheduler,
+            max_num_seqs=RUNNING,
+            max_num_batched_tokens=65_536,
+        )
+        self._labelled = scheduler is ProgramScheduler
+        self._random = random.Random(0)
+        self._tokens = context_blocks * BLOCK
+        self._due: dict[int, list[str]] = {}
+        self._contexts: dict[str, list[int]] = {}
+        self._requests: dict[str, Any] = {}
+        self.steps = 0
+        self.turn_ends = 0
+        self.prefilled = 0
+        self.running: list[int] = []
+        self.add_seconds = 0.0
+        for number in range(programs):
+            self._start(f"p{number}", number % 100)
+
+    def _start(self, program_id: str, step: int) -> None:
+        length = self._random.randint(self._tokens // 2, self._tokens)
+        start = self._random.randrange(1_000_000)
+        self._contexts[program_id] = [(start + 7 * i) % 1_000_003 for i in range(length)]
+        self._due.setdefault(self.steps + step, []).append(program_id)
+
+    def step(self) -> float:
+        """One engine step; seconds in schedule() and update_from_output()."""
+        engine = self.engine
+        for program_id in self._due.pop(self.steps, ()):
+            request = engine.request(
+                self._contexts[program_id],
+                program_id if self._labelled else None,
+                max_tokens=OUTPUT_TOKENS,
+            )
+            self._requests[program_id] = request
+            began = time.perf_counter()
+            engine.scheduler.add_request(request)
+            self.add_seconds += time.perf_counter() - began
+        began = time.perf_counter()
+        scheduled = engine.scheduler.schedule()
+        spent = time.perf_counter() - began
+        ids = list(scheduled.num_scheduled_tokens)
+        sampled = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+            sampled_token_ids=[
+                [] if engine.scheduler.requests[request_id].is_prefill_chunk else [11]
+                for request_id in ids
+            ],
+        )
+        began = time.perf_counter()
+        engine.scheduler.update_from_output(scheduled, sampled)
+        spent += time.perf_counter() - began
+        engine.now += STEP_SECONDS
+        self.running.append(len(engine.scheduler.running))
+        self.prefilled += sum(n for n in scheduled.num_scheduled_tokens.values() if n > 1)
+        self.steps += 1
+        for program_id, request in list(self._requests.items()):
+            if request.is_finished():
+                del self._requests[program_id]
+                self._turn_ended(program_id, list(request.all_token_ids))
+        return spent
+
+    def _turn_ended(self, program_id: str, context: list[int]) -> None:
+        self.turn_ends += 1
+        pause = 1 + int(self._random.expovariate(1 / 40))
+        if len(context) > 1.5 * self._tokens:  # a new program takes its place
+            if self._labelled:
+                self.engine.scheduler.release_program(program_id)
+            self._start(program_id + "'", pause)
+            del self._contexts[program_id]
+            return
+        self._contexts[program_id] = [*context, *range(20)]
+        self._due.setdefault(self.steps + pause, []).append(program_id)
+
+
+def compare(load: str, programs: int, steps: int, warm_up: int) -> dict[str, Any]:
+    """Both schedulers through one load, a step of each in turn."""
+    stock = ClosedLoop(AsyncScheduler, LOADS[load], programs)
+    thunder = ClosedLoop(ProgramScheduler, LOADS[load], programs)
+    seconds: tuple[list[float], list[float]] = ([], [])
+    gc.collect()
+    gc.disable()
+    for step in range(warm_up + steps):
+        order = ((0, stock), (1, thunder)) if step % 2 else ((1, thunder), (0, stock))
+        for index, loop in order:
+            spent = loop.step()
+            if step >= warm_up:
+                seconds[index].append(spent)
+        if step == warm_up:
+            stock.add_seconds = thunder.add_seconds = 0.0
+        if step % 100 == 0:
+            gc.collect()
+    gc.enable()
+    thunder.engine.check()
+    medians = [statistics.median(times) for times in seconds]
+    totals = [sum(times) for times in seconds]
+    table = thunder.engine.scheduler.table
+    return {
+        "load": load,
+        "programs": programs,
+        "steps": steps,
+        "running": statistics.mean(thunder.running[warm_up:]),
+        "running_stock": statistics.mean(stock.running[warm_up:]),
+        "turn_ends_per_step": thunder.turn_ends / (warm_up + steps),
+        "prefilled_tokens": {"stock": stock.prefilled, "thunder": thunder.prefilled},
+        "held_now": len(table.waiting),
+        "acting_now": sum(p.phase is Phase.ACTING for p in table.active),
+        "pauses": table.pauses,
+        "ms_per_step": {"stock": 1e3 * totals[0] / steps, "thunder": 1e3 * totals[1] / steps},
+        "ms_median": {"stock": 1e3 * medians[0], "thunder": 1e3 * medians[1]},
+        "add_request_us": {
+            "stock": 1e6 * stock.add_seconds / max(stock.turn_ends, 1),
+            "thunder": 1e6 * thunder.add_seconds / max(thunder.turn_ends, 1),
+        },
+        "overhead": totals[1] / totals[0] - 1,
+        "overhead_of_medians": medians[1] / medians[0] - 1,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--warm-up", type=int, default=200)
+    parser.add_argument("--programs", type=int, default=PROGRAMS)
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
+    parser.add_argument("--json", type=Path, help="write the results here")
+    args = parser.parse_args()
+    results = []
+    for load in args.loads:
+        result = compare(load, args.programs, args.steps, args.warm_up)
+        results.append(result)
+        print(json.dumps(result, indent=1), flush=True)
+    if args.json:
+        report = {"machine": describe_machine(), "results": results}
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Memory in use by requests without a program."""
+
+from collections.abc import Sequence
+
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+
+__all__ = ["UnlabelledBlocks"]
+
+#: Blocks are counted one by one at most this often (seconds): it takes a look at each.
+_RECOUNT_SECONDS = 1.0
+
+
+class UnlabelledBlocks:
+    """Counts distinct blocks, so that a prefix which several requests share counts once.
+
+    Between two full counts the sum over requests is corrected by the share of it that was
+    distinct at the last one.
+    """
+
+    def __init__(self, managers: Sequence[SingleTypeKVCacheManager]):
+        self._managers = managers
+        self._requests: dict[str, None] = {}
+        self._distinct_share = 1.0
+        self._counted_at: float | None = None
+
+    def __len__(self) -> int:
+        """Requests, those that wait included."""
+        return len(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def add(self, request_id: str) -> None:
+        self._requests[request_id] = None
+
+    def remove(self, request_id: str) -> None:
+        del self._requests[request_id]
+        if not self._requests:
+            self._counted_at = None
+
+    def blocks(self, now: float) -> int:
+        """Blocks in use at ``now``, seconds."""
+        if not self._requests:
+            return 0
+        used = [
+            blocks
+            for manager in self._managers
+            for request_id in self._requests
+            if (blocks := manager.req_to_blocks.get(request_id))
+        ]
+        total = sum(map(len, used))
+        if len(used) < 2:
+            return total
+        if self._counted_at is None or now - self._counted_at >= _RECOUNT_SECONDS:
+            distinct = {b.block_id for blocks in used for b in blocks if not b.is_null}
+            self._distinct_share = len(distinct) / total
+            self._counted_at = now
+        return round(total * self._distinct_share)

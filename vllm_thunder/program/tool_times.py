@@ -1,0 +1,160 @@
+"""How long programs act: learned per tool, per program and overall, and what follows from it.
+
+Tool times are heavy-tailed (most calls end within a second, a few take minutes and are most of
+all tool time), so nothing here trusts a mean: times are counted in a histogram of half-octave
+buckets, and a decision weighs all of it.
+"""
+
+from itertools import pairwise
+from math import floor, log2
+
+__all__ = ["ProgramTimes", "ToolTimes"]
+
+#: Upper edge of the first bucket, seconds.
+_FIRST_EDGE = 2.0**-6
+_BUCKETS_PER_OCTAVE = 2
+_BUCKETS = 48
+_EDGES = tuple(_FIRST_EDGE * 2 ** (i / _BUCKETS_PER_OCTAVE) for i in range(_BUCKETS))
+_MIDDLES = (_EDGES[0] / 2, *(edge * 2 ** (-0.5 / _BUCKETS_PER_OCTAVE) for edge in _EDGES[1:]))
+#: What is known otherwise counts as this many samples: after 20 of its own, a tool's or a
+#: program's times are its own to five sixths.
+_PRIOR_SAMPLES = 4.0
+#: A histogram that has this many samples halves them: the last hundred or so count.
+_MEMORY_SAMPLES = 128.0
+#: Weight of a new sample in a program's mean logarithm.
+_PROGRAM_WEIGHT = 0.2
+#: Tools by name beyond this many are not told apart from others.
+_MOST_TOOLS = 1000
+
+
+class _Histogram:
+    """Counts per bucket over a prior, and the decisions computed from them."""
+
+    __slots__ = ("_best", "_counts", "_parent", "_prior", "_refresh_at", "samples", "total")
+
+    def __init__(self, parent: "_Histogram | None", prior: tuple[float, ...] = ()):
+        self._parent = parent
+        self._prior = prior
+        self._counts = [0.0] * _BUCKETS
+        self.total = 0.0
+        self.samples = 0
+        self._refresh_at = 0
+        self._best: dict[int, float] = {}
+
+    def add(self, bucket: int) -> None:
+        if self.total >= _MEMORY_SAMPLES:
+            self._counts = [count / 2 for count in self._counts]
+            self.total /= 2
+        self._counts[bucket] += 1
+        self.total += 1
+        self.samples += 1
+
+    def shares(self) -> list[float]:
+        """Probability of each bucket."""
+        prior = self._prior if self._parent is None else self._parent.shares()
+        over = self.total + _PRIOR_SAMPLES
+        return [
+            (count + _PRIOR_SAMPLES * share) / over
+            for count, share in zip(self._counts, prior, strict=True)
+        ]
+
+    def hold_until(self, price_bucket: int) -> float:
+        """Seconds after which to give up, for a recompute that costs as much as holding for the
+        time of that bucket; kept until an eighth more samples are there."""
+        if self.samples >= self._refresh_at:
+            self._refresh_at = self.samples + max(1, min(self.samples, 128) // 8)
+            self._best.clear()
+        best = self._best.get(price_bucket)
+        if best is None:
+            best = self._best[price_bucket] = _best_hold(self.shares(), _MIDDLES[price_bucket])
+        return best
+
+
+class ToolTimes:
+    """When to stop waiting for a tool.
+
+    ``half_life``, seconds: before anything is seen, a tool has ended after t seconds with
+    probability 1 - f(t), f(t) = 2^-(t/half_life) (ThunderAgent, section "Policy").
+    """
+
+    def __init__(self, half_life: float):
+        survival = [1.0, *(2.0 ** -(edge / half_life) for edge in _EDGES)]
+        prior = [a - b for a, b in pairwise(survival)]
+        prior[-1] += survival[-1]
+        self._overall = _Histogram(None, tuple(prior))
+        self._tools: dict[str, _Histogram] = {}
+        self._mean_log = 0.0
+
+    def add(self, seconds: float, tool: str | None, usual: "ProgramTimes") -> None:
+        """A program acted for ``seconds`` while ``tool`` (None: not told) ran."""
+        bucket = _bucket(seconds)
+        self._overall.add(bucket)
+        if tool is not None:
+            known = self._tools.get(tool)
+            if known is None and len(self._tools) < _MOST_TOOLS:
+                known = self._tools[tool] = _Histogram(self._overall)
+            if known is not None:
+                known.add(bucket)
+        weight = max(1 / self._overall.samples, 1 / _MEMORY_SAMPLES)
+        self._mean_log += weight * (bucket - self._mean_log)
+        usual.add(bucket)
+
+    def hold_seconds(self, price: float, tool: str | None, usual: "ProgramTimes") -> float:
+        """For how long to hold an acting program's KV before giving it up.
+
+        ``price``, seconds: for how long holding costs as much as recomputing. The answer is the
+        T that minimises E[min(t, T)] + P(t > T) * price over the distribution of tool times t of
+        ``tool``, if it has been seen, else of all tools shifted to what the program's take. With
+        that T the expected cost is least among all rules that know no more; it is 0 when holding
+        is not worth it at all.
+        """
+        known = None if tool is None else self._tools.get(tool)
+        if known is not None:
+            return known.hold_until(_bucket(price))
+        # k times longer tools and a price k times as high give a T that is k times longer.
+        shift = usual.shift_from(self._mean_log)
+        base = _bucket(price) - shift
+        best = self._overall.hold_until(min(max(base, 0), _BUCKETS - 1))
+        return best * 2 ** (shift / _BUCKETS_PER_OCTAVE)
+
+
+class ProgramTimes:
+    """What one program's tools usually take, in buckets."""
+
+    __slots__ = ("_mean_log", "_samples")
+
+    def __init__(self) -> None:
+        self._mean_log = 0.0
+        self._samples = 0
+
+    def add(self, bucket: int) -> None:
+        self._samples += 1
+        weight = max(1 / self._samples, _PROGRAM_WEIGHT)
+        self._mean_log += weight * (bucket - self._mean_log)
+
+    def shift_from(self, mean_log: float) -> int:
+        """Buckets by which its times are longer than usual; few samples count little."""
+        if not self._samples:
+            return 0
+        own = self._samples / (_PRIOR_SAMPLES + self._samples)
+        return round(own * (self._mean_log - mean_log))
+
+
+def _bucket(seconds: float) -> int:
+    """The first bucket whose upper edge is not below ``seconds``."""
+    if seconds <= _FIRST_EDGE:
+        return 0
+    return min(-floor(-log2(seconds / _FIRST_EDGE) * _BUCKETS_PER_OCTAVE), _BUCKETS - 1)
+
+
+def _best_hold(shares: list[float], price: float) -> float:
+    """The bucket edge T, or 0, with the least E[min(t, T)] + P(t > T) * price."""
+    best, least = 0.0, price
+    ended, held = 0.0, 0.0
+    for share, middle, edge in zip(shares, _MIDDLES, _EDGES, strict=True):
+        ended += share
+        held += share * middle
+        cost = held + (1 - ended) * (edge + price)
+        if cost < least - 1e-9:
+            best, least = edge, cost
+    return best
