@@ -44,7 +44,7 @@ from vllm_thunder.program.turn import Turn
 
 __all__ = ["ENGINE_PATHS", "METRICS_SECONDS", "ProgramMiddleware"]
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # below vLLM's: its level and handlers
 
 #: Every endpoint of vLLM whose POST requests reach the engine.
 ENGINE_PATHS = frozenset(

@@ -35,8 +35,8 @@ HELP = {
     "programs_expired": "Programs that were released after their retention time without a turn.",
     "programs_evicted": "Programs that were released to track a new one.",
     "program_hit_rate_collapses": (
-        "Times that a program's prefix hit rate fell below a tenth after it had been above a half: "
-        "its context no longer continues the one before."
+        "Turns that used less than a tenth of their program's context again: something at its head "
+        "changes, and the prefix cache cannot help."
     ),
     "evicted_blocks": "Cached KV blocks that were reused for other content, by class.",
     "wait_seconds": "Time for which turns were held.",

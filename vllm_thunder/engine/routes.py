@@ -34,7 +34,7 @@ from vllm_thunder.program.values import program_id_of
 
 __all__ = ["ROUTES", "build_routes"]
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # below vLLM's: its level and handlers
 
 #: Every path that :func:`build_routes` serves starts with this.
 ROUTES = "/programs"

@@ -43,7 +43,7 @@ from vllm_thunder.program.turn import Turn
 
 __all__ = ["ProgramScheduler"]
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # below vLLM's: its level and handlers
 
 #: A held turn whose grammar is still compiling is looked at this often (seconds), so that a
 #: compilation error reaches the client although the turn waits.

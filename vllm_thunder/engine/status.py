@@ -19,7 +19,7 @@ from vllm_thunder.program.table import ProgramTable
 
 __all__ = ["EngineStatus"]
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # below vLLM's: its level and handlers
 
 WAIT_BOUNDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
 

@@ -31,7 +31,7 @@ _TICK_SECONDS = 1.0
 #: measured step times, four seeds).
 _DUE_SHARE = 0.5
 #: In the order of restores a context counts half after this share of the time until it is due.
-_AGEING_SHARE = 0.2
+_AGEING_SHARE = 0.05
 #: Seconds; what is due at once still needs a place in that order.
 _SHORTEST_HALF_LIFE = 0.001
 

@@ -30,11 +30,11 @@ _MOST_TOOLS = 1000
 class _Histogram:
     """Counts per bucket over a prior, and the decisions computed from them."""
 
-    __slots__ = ("_best", "_counts", "_parent", "_prior", "_refresh_at", "samples", "total")
+    __slots__ = ("_best", "_counts", "_half_life", "_parent", "_refresh_at", "samples", "total")
 
-    def __init__(self, parent: "_Histogram | None", prior: tuple[float, ...] = ()):
+    def __init__(self, parent: "_Histogram | None", half_life: float = 1.0):
         self._parent = parent
-        self._prior = prior
+        self._half_life = half_life
         self._counts = [0.0] * _BUCKETS
         self.total = 0.0
         self.samples = 0
@@ -51,12 +51,30 @@ class _Histogram:
 
     def shares(self) -> list[float]:
         """Probability of each bucket."""
-        prior = self._prior if self._parent is None else self._parent.shares()
+        prior = self._memoryless() if self._parent is None else self._parent.shares()
         over = self.total + _PRIOR_SAMPLES
         return [
             (count + _PRIOR_SAMPLES * share) / over
             for count, share in zip(self._counts, prior, strict=True)
         ]
+
+    def _memoryless(self) -> list[float]:
+        """Shares by the decay score f(t); its half-life is the median seen, once there is one.
+
+        However few samples there are, so times beyond the longest of them stay possible.
+        """
+        half_life = self._half_life
+        if self.total >= _PRIOR_SAMPLES:
+            at_most = 0.0
+            for count, middle in zip(self._counts, _MIDDLES, strict=True):
+                at_most += count
+                if at_most >= self.total / 2:
+                    half_life = middle
+                    break
+        survival = [1.0, *(2.0 ** -min(edge / half_life, 1000.0) for edge in _EDGES)]
+        shares = [before - after for before, after in pairwise(survival)]
+        shares[-1] += survival[-1]
+        return shares
 
     def hold_until(self, price_bucket: int) -> float:
         """Seconds after which to give up, for a recompute that costs as much as holding for the
@@ -78,10 +96,7 @@ class ToolTimes:
     """
 
     def __init__(self, half_life: float):
-        survival = [1.0, *(2.0 ** -(edge / half_life) for edge in _EDGES)]
-        prior = [a - b for a, b in pairwise(survival)]
-        prior[-1] += survival[-1]
-        self._overall = _Histogram(None, tuple(prior))
+        self._overall = _Histogram(None, half_life)
         self._tools: dict[str, _Histogram] = {}
         self._mean_log = 0.0
 
