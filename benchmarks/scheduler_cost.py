@@ -1,14 +1,15 @@
 """What programs cost the scheduler itself: no model, the real queues, KV-cache manager and pool.
 
-    python benchmarks/scheduler_cost.py --steps 2000
+    python benchmarks/scheduler_cost.py
 
 1,000 programs in a closed loop: 256 of their turns run, the others wait or act; 50,000 KV blocks
 of 16 tokens; about ten turns end in every step and as many arrive. vLLM's ``AsyncScheduler`` and
-``ProgramScheduler`` are stepped through the same programs, one step of one after one step of the
-other in one process, so that both see the same machine. Timed are ``schedule()`` plus
-``update_from_output()``, and apart from them ``add_request()``. Two loads: ``fits`` (all contexts
-fit into the pool, so that both schedulers do the same work) and ``tight`` (they are twice as
-large as the pool: turns are held, paused and restored).
+``ProgramScheduler`` are stepped through the same programs, each in processes of its own (in one
+process the interpreter could not specialise its bytecode for either), in alternating order. Taken
+is the CPU time of ``schedule()`` plus ``update_from_output()``, and apart from it that of
+``add_request()``; the result is the median over the pairs. Two loads: ``fits`` (all contexts fit
+into the pool, so that both schedulers do the same work) and ``tight`` (they are twice as large as
+the pool: turns are held, paused and restored, and stock vLLM prefills again instead).
 """
 
 import argparse
@@ -16,6 +17,7 @@ import gc
 import json
 import random
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -37,6 +39,7 @@ OUTPUT_TOKENS = 25
 STEP_SECONDS = 0.03
 #: Blocks of a program's context on average: all of them fit, or are twice as much as there is.
 LOADS = {"fits": 45, "tight": 100}
+SCHEDULERS = {"stock": AsyncScheduler, "thunder": ProgramScheduler}
 
 
 class ClosedLoop:
@@ -80,12 +83,12 @@ class ClosedLoop:
                 max_tokens=OUTPUT_TOKENS,
             )
             self._requests[program_id] = request
-            began = time.perf_counter()
+            began = time.thread_time()
             engine.scheduler.add_request(request)
-            self.add_seconds += time.perf_counter() - began
-        began = time.perf_counter()
+            self.add_seconds += time.thread_time() - began
+        began = time.thread_time()
         scheduled = engine.scheduler.schedule()
-        spent = time.perf_counter() - began
+        spent = time.thread_time() - began
         ids = list(scheduled.num_scheduled_tokens)
         sampled = ModelRunnerOutput(
             req_ids=ids,
@@ -95,9 +98,9 @@ class ClosedLoop:
                 for request_id in ids
             ],
         )
-        began = time.perf_counter()
+        began = time.thread_time()
         engine.scheduler.update_from_output(scheduled, sampled)
-        spent += time.perf_counter() - began
+        spent += time.thread_time() - began
         engine.now += STEP_SECONDS
         self.running.append(len(engine.scheduler.running))
         self.prefilled += sum(n for n in scheduled.num_scheduled_tokens.values() if n > 1)
@@ -121,63 +124,72 @@ class ClosedLoop:
         self._due.setdefault(self.steps + pause, []).append(program_id)
 
 
-def compare(load: str, programs: int, steps: int, warm_up: int) -> dict[str, Any]:
-    """Both schedulers through one load, a step of each in turn."""
-    stock = ClosedLoop(AsyncScheduler, LOADS[load], programs)
-    thunder = ClosedLoop(ProgramScheduler, LOADS[load], programs)
-    seconds: tuple[list[float], list[float]] = ([], [])
+def run_one(kind: str, load: str, steps: int, warm_up: int) -> dict[str, Any]:
+    """One kind through one load, in this process."""
+    loop = ClosedLoop(SCHEDULERS[kind], LOADS[load], PROGRAMS)
+    for _ in range(warm_up):
+        loop.step()
+    loop.running.clear()
+    loop.turn_ends, loop.prefilled, loop.add_seconds = 0, 0, 0.0
     gc.collect()
     gc.disable()
-    for step in range(warm_up + steps):
-        order = ((0, stock), (1, thunder)) if step % 2 else ((1, thunder), (0, stock))
-        for index, loop in order:
-            spent = loop.step()
-            if step >= warm_up:
-                seconds[index].append(spent)
-        if step == warm_up:
-            stock.add_seconds = thunder.add_seconds = 0.0
+    seconds = 0.0
+    for step in range(steps):
+        seconds += loop.step()
         if step % 100 == 0:
-            gc.collect()
-    gc.enable()
-    thunder.engine.check()
-    medians = [statistics.median(times) for times in seconds]
-    totals = [sum(times) for times in seconds]
-    table = thunder.engine.scheduler.table
-    return {
-        "load": load,
-        "programs": programs,
-        "steps": steps,
-        "running": statistics.mean(thunder.running[warm_up:]),
-        "running_stock": statistics.mean(stock.running[warm_up:]),
-        "turn_ends_per_step": thunder.turn_ends / (warm_up + steps),
-        "prefilled_tokens": {"stock": stock.prefilled, "thunder": thunder.prefilled},
-        "held_now": len(table.waiting),
-        "acting_now": sum(p.phase is Phase.ACTING for p in table.active),
-        "pauses": table.pauses,
-        "ms_per_step": {"stock": 1e3 * totals[0] / steps, "thunder": 1e3 * totals[1] / steps},
-        "ms_median": {"stock": 1e3 * medians[0], "thunder": 1e3 * medians[1]},
-        "add_request_us": {
-            "stock": 1e6 * stock.add_seconds / max(stock.turn_ends, 1),
-            "thunder": 1e6 * thunder.add_seconds / max(thunder.turn_ends, 1),
-        },
-        "overhead": totals[1] / totals[0] - 1,
-        "overhead_of_medians": medians[1] / medians[0] - 1,
+            gc.collect()  # not in what is timed
+    result = {
+        "ms_per_step": 1e3 * seconds / steps,
+        "add_request_us": 1e6 * loop.add_seconds / max(loop.turn_ends, 1),
+        "running": statistics.mean(loop.running),
+        "turn_ends_per_step": loop.turn_ends / steps,
+        "prefilled_tokens_per_step": loop.prefilled / steps,
     }
+    if kind == "thunder":
+        loop.engine.check()
+        table = loop.engine.scheduler.table
+        acting = sum(p.phase is Phase.ACTING for p in table)
+        result |= {"waiting": len(table.waiting), "acting": acting, "pauses": table.pauses}
+    return result
+
+
+def compare(load: str, pairs: int, steps: int, warm_up: int) -> dict[str, Any]:
+    """Both kinds through one load, ``pairs`` times in alternating order."""
+    runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in SCHEDULERS}
+    for pair in range(pairs):
+        for kind in list(SCHEDULERS)[:: -1 if pair % 2 else 1]:
+            arguments = [kind, load, str(steps), str(warm_up)]
+            child = subprocess.run(
+                [sys.executable, __file__, "--one", *arguments],
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+            )
+            runs[kind].append(json.loads(child.stdout.splitlines()[-1]))
+    ratios = [
+        thunder["ms_per_step"] / stock["ms_per_step"]
+        for stock, thunder in zip(runs["stock"], runs["thunder"], strict=True)
+    ]
+    return {"load": load, "overhead": statistics.median(ratios) - 1, "ratios": ratios, **runs}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--warm-up", type=int, default=200)
-    parser.add_argument("--programs", type=int, default=PROGRAMS)
+    parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--one", nargs=4, metavar="X", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.one:
+        kind, load, steps, warm_up = args.one
+        print(json.dumps(run_one(kind, load, int(steps), int(warm_up))))
+        return
     results = []
     for load in args.loads:
-        result = compare(load, args.programs, args.steps, args.warm_up)
-        results.append(result)
-        print(json.dumps(result, indent=1), flush=True)
+        results.append(compare(load, args.pairs, args.steps, args.warm_up))
+        print(json.dumps(results[-1], indent=1), flush=True)
     if args.json:
         report = {"machine": describe_machine(), "results": results}
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -37,15 +37,25 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(p=PROGRAMS)
     def begin(self, p):
         if p not in self.running:
+            self.ledger.begin_turn(self.programs[p])
             self.running.add(p)
             self.used[p] = set()
+            self.before[p] = set(self.holds[p])
 
-    @rule(p=PROGRAMS, keys=st.lists(KEYS, min_size=1, max_size=8, unique=True))
-    def hold(self, p, keys):
+    @rule(
+        p=PROGRAMS,
+        keys=st.lists(KEYS, min_size=1, max_size=8, unique=True),
+        computed=st.booleans(),
+    )
+    def hold(self, p, keys, computed):
         if p in self.running:
-            if not self.used[p]:
-                self.before[p] = set(self.holds[p])
-            self.ledger.hold(self.programs[p], keys)
+            if computed:
+                for key in keys:
+                    before = key in self.resident
+                    self.resident.add(key)
+                    self.ledger.computed(self.programs[p], key, before)
+            else:
+                self.ledger.hold(self.programs[p], keys)
             self.holds[p].update(keys)
             self.used[p].update(keys)
 
@@ -81,7 +91,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ledger.left_memory(key)
         else:
             self.resident.add(key)
-            self.ledger.became_resident(key)
+            self.ledger.computed(None, key, False)
 
     @rule()
     def reset(self):

@@ -61,14 +61,11 @@ class ProgramBlockPool(BlockPool):
         num_tokens: int | None,
     ) -> None:
         key = block_hash_with_group_id
-        known = self.is_resident(key)
+        known = key in self.cached_block_hash_to_block._cache
         super()._insert_block_hash(key, block, num_tokens)
         if known:
             self.doubled.add(key)
-        else:
-            self.ledger.became_resident(key)
-        if self.caching_for is not None:
-            self.ledger.hold(self.caching_for, (key,))
+        self.ledger.computed(self.caching_for, key, known)
 
     def _remove_cached_block_hashes(self, block: KVCacheBlock) -> list[BlockHashWithGroupId]:
         removed = super()._remove_cached_block_hashes(block)
@@ -175,10 +172,10 @@ class ProgramBlockPool(BlockPool):
 
     def owner_of(self, request: Request) -> Program | None:
         """The program whose context the request's blocks are; None for a one-off's, too."""
-        program = self.program_of.get(request.request_id)
-        if program is None or request.program is None or request.program.one_off:
+        turn = request.program
+        if turn is None or turn.one_off:
             return None
-        return program
+        return self.program_of.get(request.request_id)
 
     def is_resident(self, key: BlockHashWithGroupId) -> bool:
         """Whether some block of the pool carries ``key``."""

@@ -86,6 +86,10 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
         assert self.num_free_blocks >= n
+        if n <= self._spent.num_free_blocks:
+            blocks = self._spent.popleft_n(n)
+            self._leave(self._spent, blocks)
+            return blocks
         popped: list[KVCacheBlock] = []
         while len(popped) < n:
             run = self._next_run()

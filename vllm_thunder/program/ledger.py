@@ -6,7 +6,7 @@ residency is a property of the pool and is told to the ledger as it changes. Cos
 changed, never the number of programs or blocks.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from itertools import islice
 from typing import NamedTuple
 
@@ -69,8 +69,8 @@ class BlockLedger:
         program.prefix_used = 0
         program.used.clear()
 
-    def hold(self, program: Program, keys: Sequence[_Key]) -> None:
-        """``program``'s running turns use ``keys``, found in memory or just computed."""
+    def hold(self, program: Program, keys: list[_Key]) -> None:
+        """``program``'s running turns use ``keys``, found in memory in this order."""
         held = program.keys
         count = len(keys)
         # A turn that continues its context finds it as it was: no key need be looked up.
@@ -82,6 +82,23 @@ class BlockLedger:
                 program.used.add(key)
             else:
                 self._add(program, key)
+
+    def computed(self, program: Program | None, key: _Key, resident_before: bool) -> None:
+        """A block with ``key`` entered the prefix cache, computed for ``program`` (None: for
+        nobody in particular)."""
+        if not resident_before and key in self._holders:
+            self._count_resident(key, 1)
+        if program is None:
+            return
+        if key in program.keys:
+            program.used.add(key)
+        elif key in self._holders:
+            self._add(program, key)
+        else:
+            self._holders[key] = program
+            program.keys[key] = None
+            program.unique_blocks += 1
+            program.resident_blocks += 1
 
     def end_turn(self, program: Program, completed: bool) -> TurnEnd:
         """The program's last running turn ended; drops what it will not use again.
@@ -119,10 +136,6 @@ class BlockLedger:
         for key in keys:
             self._drop(program, key)
         return keys
-
-    def became_resident(self, key: _Key) -> None:
-        """A block with ``key`` entered the prefix cache, where there was none."""
-        self._count_resident(key, 1)
 
     def left_memory(self, key: _Key) -> None:
         """The last block with ``key`` left the prefix cache."""
