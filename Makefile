@@ -1,7 +1,7 @@
 # Every target builds the environment first if it is not there (see scripts/env.sh).
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format unit engine-test bench wheel env clean clean-env
+.PHONY: help demo test lint format unit engine-test conformance bench wheel env clean clean-env
 
 RUN := scripts/env.sh run
 
@@ -30,8 +30,11 @@ unit: ## tests without an engine
 engine-test: ## tests with a real engine
 	@$(RUN) python -m pytest -m engine $(ARGS)
 
-bench: ## the load of the README's table: three seeds, alternating order
-	@$(RUN) python benchmarks/compare.py --name thrash --workload thrash --seeds 0 1 2 $(ARGS)
+conformance: ## vLLM's own tests/v1/core with our scheduler and pool; downloads vLLM's source archive
+	@$(RUN) python -m scripts.conformance $(ARGS)
+
+bench: ## every claim, stock vLLM beside vllm_thunder: about an hour; ARGS="--plan", ARGS="thrash mixed"
+	@$(RUN) python -m benchmarks.suite $(ARGS)
 
 wheel: ## dist/*.whl and dist/*.tar.gz
 	@$(RUN) python -m build --no-isolation --outdir dist .

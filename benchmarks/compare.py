@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -32,11 +33,20 @@ from vllm_thunder.replay.arguments import (
 from vllm_thunder.replay.measure import measure
 from vllm_thunder.replay.plot import plot_replays
 from vllm_thunder.replay.records import Replay
-from vllm_thunder.replay.report import Summary, ratios, summarize, summary_table, to_json
+from vllm_thunder.replay.report import (
+    Summary,
+    ratios,
+    run_table,
+    summarize,
+    summary_table,
+    to_json,
+)
 from vllm_thunder.replay.server import KINDS, ServerSpec
 from vllm_thunder.replay.tiny_model import TinyModel, build_tiny_model, default_cache
 
 RESULTS = Path(__file__).resolve().parent / "results"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +69,18 @@ class Row:
         return directory / f"{self.kind}-seed{self.seed}.json"
 
 
-def plan(kinds: Sequence[str], seeds: Sequence[int]) -> list[Row]:
-    """The rows in the order they run: the kinds forwards for one seed, backwards for the next."""
-    rows: list[Row] = []
+def alternate(contenders: Sequence[T], seeds: Sequence[int]) -> list[tuple[T, int]]:
+    """All pairs in the order they run: the contenders forwards for one seed, backwards for the
+    next."""
+    pairs: list[tuple[T, int]] = []
     for index, seed in enumerate(seeds):
-        order = kinds if index % 2 == 0 else list(reversed(kinds))
-        rows += [Row(kind, seed) for kind in order]
-    return rows
+        order = contenders if index % 2 == 0 else list(reversed(contenders))
+        pairs += [(contender, seed) for contender in order]
+    return pairs
+
+
+def plan(kinds: Sequence[str], seeds: Sequence[int]) -> list[Row]:
+    return [Row(kind, seed) for kind, seed in alternate(kinds, seeds)]
 
 
 def run_rows(
@@ -130,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
     base = args.kinds[0]
     console.print(summary_table(summaries, f"{args.name}: {len(args.seeds)} seeds pooled"))
     console.print(_ratio_table(summaries, base))
-    console.print(_row_table(results))
+    console.print(run_table(results))
     RESULTS.mkdir(exist_ok=True)
     report = RESULTS / f"{args.name}.json"
     text = json.dumps(to_json(summaries, results, base), indent=1)
@@ -188,24 +203,6 @@ def _ratio_table(summaries: Sequence[Summary], base_kind: str) -> Table:
             table.add_row(
                 summary.kind, *("–" if value is None else f"{value:.2f}" for value in values)
             )
-    return table
-
-
-def _row_table(results: Sequence[Replay]) -> Table:
-    table = Table(title="rows", title_justify="left")
-    for heading in ("", "seed", "steps/min", "p99 (s)", "longest wait (s)", "pauses", "errors"):
-        table.add_column(heading, justify="right")
-    for result in results:
-        summary = summarize(result.kind, [result])
-        table.add_row(
-            result.kind,
-            str(result.about["workload"]["seed"]),
-            f"{summary.steps_per_minute:.1f}",
-            "–" if summary.step_latency_p99 is None else f"{summary.step_latency_p99:.1f}",
-            "–" if summary.worst_wait is None else f"{summary.worst_wait:.1f}",
-            "–" if summary.pauses is None else str(summary.pauses),
-            str(summary.errors),
-        )
     return table
 
 

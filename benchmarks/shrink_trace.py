@@ -3,13 +3,16 @@
     python benchmarks/shrink_trace.py FILE --programs 12 --scale 0.6 --max-steps 8 >> small.jsonl
 
 Tool times that the source does not have are drawn as the replay would draw them (seed 0) and
-capped, so that the small trace means the same wherever it is replayed. A user's turn keeps no time.
+capped, so that the small trace means the same wherever it is replayed; with ``--leave-unknown``
+they are left to the replay, which draws others for every seed. A user's turn keeps no time. More
+programs than FILE has are its programs again, under ids that end with a number.
 """
 
 import argparse
 import json
 import random
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +27,15 @@ def main() -> int:
     parser.add_argument("--max-steps", type=int, required=True, help="first steps to keep")
     parser.add_argument("--min-steps", type=int, default=1, help="leave shorter programs out")
     parser.add_argument("--max-tool-seconds", type=float, default=4.0, help="cap of tool times")
+    parser.add_argument(
+        "--leave-unknown", action="store_true", help="draw no tool times, cap those that are known"
+    )
     args = parser.parse_args()
     lines = args.file.read_text(encoding="utf-8").splitlines()
     programs = [json.loads(line) for line in lines]
     programs = [program for program in programs if len(program["steps"]) >= args.min_steps]
-    if not 1 <= args.programs <= len(programs):
-        parser.error(f"--programs: {args.programs} is outside [1, {len(programs)}]")
+    if args.programs < 1 or not programs:
+        parser.error(f"--programs: {args.programs} of the {len(programs)} programs in FILE")
     stride = len(programs) / args.programs
 
     def scaled(tokens: int) -> int:
@@ -39,12 +45,19 @@ def main() -> int:
         if step["tool"] == "user":
             return None
         known = step["tool_seconds"]
+        if known is None and args.leave_unknown:
+            return None
         if known is None:
             known = draw_tool_seconds(tool_class(step["tool"] or ""), rng)
         return round(min(known, float(args.max_tool_seconds)), 3)
 
+    taken: Counter[int] = Counter()
     for index in range(args.programs):
-        program = programs[int(index * stride)]
+        place = int(index * stride)
+        program = programs[place]
+        taken[place] += 1
+        if taken[place] > 1:
+            program = {**program, "program_id": f"{program['program_id']}/{taken[place]}"}
         rng = random.Random(f"0/{program['program_id']}")
         steps = [
             {

@@ -42,12 +42,15 @@ def test_the_end_of_an_unlabelled_request_lets_held_turns_go_on(make_engine):
 def test_admission_counts_running_slots(make_engine):
     """More turns than slots: the rest is held where it can be ordered, not queued by arrival."""
     engine = make_engine(blocks=200, max_num_seqs=3)
-    requests = [engine.send(text(i, (12 - i) * BLOCK), f"p{i}", max_tokens=4) for i in range(10)]
+    requests = [
+        engine.send(text(i, (12 - i) * BLOCK), f"p{i}", max_tokens=4, priority=9 - i)
+        for i in range(10)
+    ]
     engine.step()
     assert len(engine.scheduler.running) == 3
     assert not engine.scheduler.waiting
     running = {r.request_id for r in engine.scheduler.running}
-    assert running == {r.request_id for r in requests[-3:]}  # the shortest
+    assert running == {r.request_id for r in requests[-3:]}  # the most urgent class
     engine.run(*requests)
 
 

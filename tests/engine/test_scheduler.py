@@ -83,20 +83,20 @@ def test_programs_that_fit_are_never_paused(make_engine):
     assert engine.scheduler.status.longest_wait < 1.0
 
 
-def test_restore_is_shortest_first_and_an_overdue_program_before_all(make_engine):
+def test_restores_are_in_order_of_arrival_but_one_that_is_due_goes_before_all(make_engine):
     engine = make_engine(blocks=64, max_wait=30.0)
     blocker = engine.send(text(1, 55 * BLOCK), "blocker", max_tokens=60)
     engine.step()
-    large = engine.send(text(2, 40 * BLOCK), "large")
-    engine.step(0.1)
     small = engine.send(text(3, 20 * BLOCK), "small")
+    engine.step(0.1)
+    large = engine.send(text(2, 40 * BLOCK), "large", deadline_seconds=20.0)
     engine.step(0.1)
     status = engine.scheduler.status
     assert (status.get("small")["wait"]["position"], status.get("large")["wait"]["position"]) == (
         0,
         1,
     )
-    engine.now += 15.0
+    engine.now += 12.0
     assert (status.get("small")["wait"]["position"], status.get("large")["wait"]["position"]) == (
         1,
         0,

@@ -20,6 +20,9 @@ VARIANTS = {
     **{policy: Variant(engine={"policy": policy, "max_wait": 5.0}) for policy in POLICIES},
     "one step outstanding": Variant(outstanding=1),
     "tight memory": Variant(blocks=14, engine={"max_num_batched_tokens": 48, "max_num_seqs": 16}),
+    "prompts in chunks": Variant(
+        blocks=28, engine={"chunk": 40, "max_num_batched_tokens": 128, "max_num_seqs": 16}
+    ),
     "watermarks": Variant(
         engine={"high_watermark": 0.6, "low_watermark": 0.5, "idle_grace": 0.0, "max_programs": 2}
     ),

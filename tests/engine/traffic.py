@@ -48,7 +48,6 @@ class Sent:
 
     request: Request
     program: str | None
-    lora: int
     expected: list[int]
     aborted: bool = False
 
@@ -79,6 +78,8 @@ class Traffic(RuleBasedStateMachine):
         self.done: list[Sent] = []
         self.contexts: dict[str, list[int]] = {}
         self.fans: list[Fan] = []
+        #: Programs that go when their turns in flight end.
+        self.ending: set[str] = set()
         self.fresh = 0
         self.settled: dict[str, Request] = {}
 
@@ -109,6 +110,16 @@ class Traffic(RuleBasedStateMachine):
         self._send(prompt, name, max_tokens, lora, **options)
 
     @rule(
+        names=st.sets(st.sampled_from(PROGRAMS), min_size=2),
+        growth=st.integers(1, 60),
+        max_tokens=st.integers(20, 60),
+    )
+    def crowd(self, names, growth, max_tokens):
+        """Long answers of several programs at once: decoding outgrows memory."""
+        for name in sorted(names):
+            self._send(self._next_prompt(name, "kept", growth), name, max_tokens, 0)
+
+    @rule(
         name=st.sampled_from(PROGRAMS),
         copies=st.integers(1, 4),
         growth=st.integers(1, 60),
@@ -130,6 +141,7 @@ class Traffic(RuleBasedStateMachine):
         fan = data.draw(st.sampled_from(self.fans))
         self.fans.remove(fan)
         self.scheduler.programs("turn_end", fan.program, fan.turn_id)
+        self._check_endings()
 
     @rule(
         name=st.sampled_from((None, *PROGRAMS)),
@@ -154,7 +166,14 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(PROGRAMS))
     def release(self, name):
-        self.scheduler.programs("release", name)
+        answer = self.scheduler.programs("release", name)
+        if answer["pending"]:
+            self.ending.add(name)
+        assert answer["pending"] == (self.scheduler.programs("get", name) is not None)
+
+    @rule(name=st.sampled_from(PROGRAMS), tool=st.sampled_from(["make", "grep"]))
+    def tool_begins(self, name, tool):
+        self.scheduler.programs("tool", name, tool)
 
     # -- the engine --------------------------------------------------------------------
 
@@ -204,12 +223,15 @@ class Traffic(RuleBasedStateMachine):
         one = self.scheduler.status.get(name)
         assert one == programs.get(name)
         summary = self.scheduler.status.summary()
+        gone = ("programs_released", "programs_expired", "programs_evicted")
         assert summary["programs"] == len(programs)
+        assert len(programs) == summary["programs_created"] - sum(summary[name] for name in gone)
         assert summary["free_blocks"] == self.engine.free_blocks
         assert summary["held_turns"] == sum(p["held_turns"] for p in programs.values())
         for program in programs.values():
             held = program["unique_blocks"] + program["shared_blocks"]
             assert 0 <= program["resident_blocks"] <= held
+            assert (program["wait"] is not None) == bool(program["held_turns"])
         self.scheduler.status.metrics()
 
     # -- what always holds -------------------------------------------------------------
@@ -288,7 +310,9 @@ class Traffic(RuleBasedStateMachine):
         if self.variant.engine.get("scheduling") == "priority":
             request["priority"] = turn.get("priority", 0)
         made = self.engine.send(prompt, name, max_tokens=max_tokens, request=request, **turn)
-        self.live.append(Sent(made, name, lora, answer(prompt, max_tokens)))
+        self.live.append(Sent(made, name, answer(prompt, max_tokens)))
+        if turn.get("final"):
+            self.ending.add(name)
 
     def _step(self) -> int:
         """One step as the core does it; the tokens that were scheduled."""
@@ -307,6 +331,13 @@ class Traffic(RuleBasedStateMachine):
             self.done.append(sent)
             if sent.program is not None and not sent.request.program.one_off:
                 self.contexts[sent.program] = list(sent.request.all_token_ids)
+        self._check_endings()
+
+    def _check_endings(self) -> None:
+        in_flight = {owner.program for owner in (*self.live, *self.fans)}
+        for name in self.ending - in_flight:
+            self.ending.discard(name)
+            assert self.scheduler.programs("get", name) is None
 
     def _run_out(self) -> None:
         idle = 0.0
@@ -335,6 +366,7 @@ class Traffic(RuleBasedStateMachine):
             for fan in [fan for fan in self.fans if fan.program == name]:
                 self.fans.remove(fan)
                 self.scheduler.programs("turn_end", name, fan.turn_id)
+            self._check_endings()
             for _ in range(2):
                 self._send(self._next_prompt(name, "kept", 9), name, 3, 1)
                 self.settled[name] = self.live[-1].request

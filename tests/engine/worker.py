@@ -69,14 +69,16 @@ def state_space(block_size: int) -> KVCacheGroupSpec:
     return KVCacheGroupSpec(["state"], spec)
 
 
-def specialised(drafts: int, adapters: int, block_size: int) -> Any:
+def specialised(drafts: int, adapters: int, block_size: int, chunk: int) -> Any:
     """A scheduler class for a worker that drafts so many tokens and runs so many LoRA adapters.
 
+    Prompts are computed ``chunk`` tokens at a time, so that several take turns; 0: as many as fit.
     Blocks larger than BLOCK are hashed in units of BLOCK: with a state-space group a prompt may
     then hit a part of a block, which is copied on write.
     """
 
     def make(vllm_config: Any, **kwargs: Any) -> ProgramScheduler:
+        vllm_config.scheduler_config.long_prefill_token_threshold = chunk
         if drafts:
             vllm_config.speculative_config = SpeculativeConfig(
                 method="ngram", num_speculative_tokens=drafts, prompt_lookup_max=2
@@ -250,9 +252,10 @@ class WorkedEngine(Engine):
         drafts: int = 0,
         adapters: int = 0,
         block_size: int = BLOCK,
+        chunk: int = 0,
         **kwargs: Any,
     ):
-        kwargs.setdefault("scheduler", specialised(drafts, adapters, block_size))
+        kwargs.setdefault("scheduler", specialised(drafts, adapters, block_size, chunk))
         super().__init__(model, **kwargs)
         self.worker = Worker(self.scheduler.kv_cache_config.kv_cache_groups, drafts)
         self._sampled: list[dict[str, list[int]]] = []

@@ -112,12 +112,13 @@ def test_a_higher_priority_never_yields_to_a_lower_one_before_that_is_due():
     assert desk.decide() == [("restore", "rollout")]
 
 
-@pytest.mark.parametrize(("deadline", "first"), [(4.0, "urgent"), (None, "small")])
+@pytest.mark.parametrize(("deadline", "first"), [(4.0, "urgent"), (None, "first")])
 def test_a_turn_is_due_when_half_of_its_deadline_is_over(deadline, first):
     desk = Desk()
     desk.start("runs", 90)
+    desk.send("first", 20)
+    desk.now = 0.1
     desk.send("urgent", 50, deadline_seconds=deadline)
-    desk.send("small", 20)
     desk.now = 2.5
     desk.decide()
     desk.end("runs")
@@ -229,6 +230,7 @@ def test_why_a_program_waits_is_said_in_numbers():
     desk.start("runs", 90)
     for name, blocks in (("small", 20), ("large", 60)):
         desk.send(name, blocks)
+        desk.now += 0.1
     desk.decide()
     memory = Memory(100, 0, 0, 100, 50, True, lambda p: 0, lambda p, q: 0)
     waits = {

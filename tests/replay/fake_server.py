@@ -25,6 +25,9 @@ class FakeServer:
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
+    #: ``POST /reset_prefix_cache`` fails as often as this says, then works.
+    busy_resets: int = 0
+    resets: int = 0
     running: int = 0
     most_running: int = 0
     queried: int = 0
@@ -41,6 +44,8 @@ class FakeServer:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/programs/summary", self._summary)
+        app.router.add_get("/programs", self._programs)
+        app.router.add_post("/reset_prefix_cache", self._reset)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -121,6 +126,21 @@ class FakeServer:
             f'vllm:prefix_cache_hits_total{{engine="0"}} {self.hit}\n'
         )
         return web.Response(text=page)
+
+    @property
+    def _tracked(self) -> set[str]:
+        return {r["program_id"] for r in self.requests if "program_id" in r} - set(self.released)
+
+    async def _programs(self, _request: web.Request) -> web.Response:
+        return web.json_response({"programs": [{"program_id": name} for name in self._tracked]})
+
+    async def _reset(self, _request: web.Request) -> web.Response:
+        if self.busy_resets > 0:
+            self.busy_resets -= 1
+            return web.json_response({"success": False})
+        self.resets += 1
+        self.contexts.clear()
+        return web.json_response({"success": True})
 
     async def _summary(self, _request: web.Request) -> web.Response:
         return web.json_response(

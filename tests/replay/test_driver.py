@@ -233,6 +233,23 @@ async def test_the_runs_time_out_ends_everything() -> None:
     assert len(server.released) == 3
 
 
+async def test_the_end_of_the_window_is_no_failure() -> None:
+    server = FakeServer(fail_at={0: "hang"}, token_seconds=0.01)
+    result = await run(server, workload(programs=3), window_seconds=1.5)
+    assert not result.errors
+    assert sorted(program.complete for program in result.programs) == [False, True, True]
+    (cut,) = [step for step in result.steps if step.error is not None]
+    assert cut.latency_seconds == pytest.approx(1.5, abs=0.3)
+    assert result.seconds == pytest.approx(1.5, abs=0.3)
+    assert len(server.released) == 3
+    failed = await run(FakeServer(fail_at={0: "500"}), workload(), window_seconds=30.0)
+    assert len(failed.errors) == 1, "what failed in the window has failed"
+    timed_out = await run(
+        FakeServer(fail_at={0: "hang"}), workload(), window_seconds=30.0, run_timeout=0.3
+    )
+    assert timed_out.errors
+
+
 async def test_a_program_that_never_got_its_slot_is_told() -> None:
     server = FakeServer(fail_at={0: "hang"})
     result = await run(server, workload(programs=2), max_concurrent_programs=1, run_timeout=0.3)
@@ -279,6 +296,7 @@ async def test_words_per_token() -> None:
         ({"unlabelled_share": 1.5}, "--unlabelled-share"),
         ({"step_timeout": 0.0}, "--step-timeout"),
         ({"run_timeout": -1.0}, "--run-timeout"),
+        ({"window_seconds": 0.0}, "--window"),
         ({"words_per_token": float("nan")}, "--words-per-token"),
     ],
 )

@@ -17,8 +17,8 @@ from vllm_thunder.program.errors import ConfigError
 from vllm_thunder.replay import measure as measure_module
 from vllm_thunder.replay.client import ClientOptions
 from vllm_thunder.replay.measure import NotDrained, check_drained, measure
+from vllm_thunder.replay.presets import preset
 from vllm_thunder.replay.server import ServerSpec
-from vllm_thunder.replay.workload import preset
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_a_release_may_take_a_moment() -> None:
 
 
 def test_a_server_without_a_summary_is_not_taken_for_drained() -> None:
-    with pytest.raises(NotDrained, match="GET /programs/summary"):
+    with pytest.raises(NotDrained, match=r"GET http://127\.0\.0\.1:9/programs/summary"):
         check_drained("http://127.0.0.1:9")
 
 

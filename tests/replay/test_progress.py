@@ -22,7 +22,7 @@ def test_a_log_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         progress.step(record())
         progress.step(record("failed"))
     lines = out.getvalue().splitlines()
-    assert lines[:2] == ["stock: starting the server", "stock: starting for 2 s"]
+    assert lines[:2] == ["stock: starting", "stock: starting for 2 s"]
     assert lines[2].startswith("stock: 1 of 3 steps, ")
     assert lines[3].endswith(", 1 failed")
 
@@ -32,7 +32,7 @@ def test_a_log_gets_few_lines() -> None:
     with RunProgress(Console(file=out, width=100), "stock", 3) as progress:
         for _ in range(50):
             progress.step(record())
-    assert out.getvalue().splitlines() == ["stock: starting the server"]
+    assert out.getvalue().splitlines() == ["stock: starting"]
 
 
 def test_a_terminal_gets_a_bar_and_a_log_line_is_no_markup() -> None:

@@ -78,6 +78,40 @@ def test_one_run() -> None:
     assert (summary.preemptions, summary.pauses, summary.restores) == (2, 3, 2)
 
 
+def test_new_tokens_and_those_that_did_not_come_from_the_cache() -> None:
+    summary = summarize("stock", [run(), run()])
+    assert summary.new_tokens == 2 * (100 + (150 - 110) + (200 - 160) + 300)
+    assert summary.uncached_tokens == 2 * (750 - 96)
+
+
+def test_the_longest_wait_counts_calls_that_got_no_token() -> None:
+    found = run()
+    found.steps.append(step("c", 0, 0.0, 9.0, 10, None, error="stopped", first_token_seconds=None))
+    assert summarize("stock", [found]).worst_wait == pytest.approx(9.0)
+
+
+def test_waits_of_the_shortest_and_the_longest_prompts() -> None:
+    found = run()
+    prompts = {"a": 500, "b": 400, "c": 300, "d": 200, "e": 100, "f": 450, "g": 350, "h": 150}
+    found.steps = [
+        step(name, number, 0.0, prompt / 100 + 2 * number, prompt + number, 0)
+        for name, prompt in prompts.items()
+        for number in (0, 1)
+    ]
+    summary = summarize("stock", [found])
+    assert summary.small_quarter_wait == pytest.approx((0.5 + 1.5 + 0.75 + 1.75) / 4)
+    assert summary.large_quarter_wait == pytest.approx((2.5 + 3.5 + 2.25 + 3.25) / 4)
+    assert summarize("stock", [run()]).large_quarter_wait is None, "of two programs"
+
+
+def test_a_program_that_was_cut_short_has_no_time() -> None:
+    found = run()
+    found.programs[0].finished_steps = 2
+    summary = summarize("stock", [found])
+    assert summary.program_seconds_mean is None
+    assert summary.failed_programs == 1
+
+
 def test_recomputed_tokens() -> None:
     assert recomputed_tokens([step("a", 0, 0, 1, 100, 0)]) is None, "nothing was there before"
     assert recomputed_tokens([step("a", 0, 0, 1, 100, 0), step("a", 1, 2, 1, 150, 128)]) == 0

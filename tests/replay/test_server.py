@@ -8,13 +8,20 @@ import sys
 import textwrap
 import time
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from vllm_thunder.program.errors import ConfigError
 from vllm_thunder.replay import server as server_module
-from vllm_thunder.replay.server import ServerFailed, ServerSpec, running_server, server_command
+from vllm_thunder.replay.server import (
+    ServerFailed,
+    ServerSpec,
+    running_server,
+    running_servers,
+    server_command,
+)
 
 HEALTHY = """
     import http.server, os, signal, subprocess, sys
@@ -155,6 +162,38 @@ def test_sigterm_stops_the_server_first(program, tmp_path: Path) -> None:
     assert left.value.code == 128 + signal.SIGTERM
     assert_gone(pids)
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_several_run_at_once_and_stop_together(program, tmp_path: Path) -> None:
+    spec = program(HEALTHY)
+    pids: list[int] = []
+    with running_servers([(spec, tmp_path / "one"), (spec, tmp_path / "two")]) as urls:
+        assert len(set(urls)) == 2
+        for url in urls:
+            pids += pids_of(url)
+        assert len(set(pids)) == 4
+    assert_gone(pids)
+
+
+def test_one_that_does_not_start_stops_the_others(program, tmp_path: Path) -> None:
+    only_once = "\n    import sys; open(sys.argv[1], 'x').close()"
+    spec = program(only_once + HEALTHY, str(tmp_path / "there"))
+    with (
+        pytest.raises(ServerFailed, match="FileExistsError"),
+        running_servers([(spec, tmp_path / "one"), (spec, tmp_path / "two")]),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("dev_mode", [False, True])
+def test_the_routes_for_development_are_asked_for(program, tmp_path: Path, dev_mode: bool) -> None:
+    spec = replace(
+        program("import os; print('mode', os.environ['VLLM_SERVER_DEV_MODE'], flush=True)"),
+        dev_mode=dev_mode,
+    )
+    with pytest.raises(ServerFailed), running_server(spec, tmp_path / "log"):
+        pass
+    assert (tmp_path / "log").read_text() == f"mode {int(dev_mode)}\n"
 
 
 def test_a_server_that_ends_tells_why(program, tmp_path: Path) -> None:

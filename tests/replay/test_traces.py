@@ -62,6 +62,8 @@ def test_tool_times_are_capped_and_a_users_are_replaced(tmp_path: Path) -> None:
     steps = [step(seconds=500.0), step(tool="user", seconds=9.0), step(tool="user", seconds=None)]
     load = read(tmp_path, program("a", *steps, step()), max_tool_seconds=60, user_seconds=2.5)
     assert [s.tool_seconds for s in load.programs[0].steps] == [60.0, 2.5, 2.5, 0.0]
+    load = read(tmp_path, program("a", *steps, step()), tool_scale=0.1, user_seconds=2.5)
+    assert [s.tool_seconds for s in load.programs[0].steps] == [50.0, 2.5, 2.5, 0.0]
 
 
 def test_contexts_and_steps_are_cut_and_an_empty_program_is_left_out(tmp_path: Path) -> None:
@@ -110,7 +112,7 @@ def test_draws_follow_the_published_quantiles(row: str) -> None:
         ("grep", "read"),
         ("websearch", "web"),
         ("get_user_details", "read"),
-        ("book_reservation", "edit"),
+        ("book_reservation", "read"),
         ("Task", "agent"),
         ("python", "shell"),
         ("", "shell"),
@@ -162,6 +164,16 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 def test_options_have_ranges(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match="--trace-" + name.replace("_", "-")):
         TraceOptions(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "steps"), [("tau_airline", 288), ("sweagent", 238)])
+def test_the_benchmarks_traces_leave_tool_times_to_the_seed(name: str, steps: int) -> None:
+    path = trace_directory() / f"{name}.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert all(found["tool_seconds"] is None for record in records for found in record["steps"])
+    first, other = (read_trace(path, seed=seed, blocks=266) for seed in (0, 1))
+    assert (len(first.programs), first.steps) == (24, steps)
+    assert first.programs != other.programs
 
 
 def test_the_committed_trace_is_small_and_holds_numbers_only() -> None:

@@ -1,13 +1,15 @@
 """The synthetic loads are what the claims are measured on: their numbers are pinned here."""
 
 import math
+import random
 import statistics
 
 import pytest
 
 from vllm_thunder.program.errors import ConfigError
+from vllm_thunder.replay.presets import BUILD_SECONDS, PRESETS, draw_build_seconds, preset
 from vllm_thunder.replay.words import LEXICON_SIZE, lexicon, write_words
-from vllm_thunder.replay.workload import PRESETS, ProgramShape, StepShape, Workload, preset
+from vllm_thunder.replay.workload import ProgramShape, StepShape, Workload
 
 
 def test_thrash_is_the_load_of_the_claims() -> None:
@@ -43,6 +45,50 @@ def test_roomy_is_thrash_with_memory_for_all() -> None:
     assert preset("roomy").pressure < 0.8
 
 
+def contexts(load: Workload) -> list[list[tuple[int, int]]]:
+    return [[(s.new_input_tokens, s.output_tokens) for s in p.steps] for p in load.programs]
+
+
+def test_heavy_is_thrash_with_tools_that_build() -> None:
+    for seed in range(3):
+        heavy, thrash = preset("heavy", seed=seed), preset("thrash", seed=seed)
+        assert contexts(heavy) == contexts(thrash)
+        assert (heavy.blocks, heavy.block_size) == (thrash.blocks, thrash.block_size)
+        assert all(program.steps[-1].tool_seconds == 0 for program in heavy.programs)
+    times = [s.tool_seconds for p in preset("heavy", programs=400).programs for s in p.steps[:-1]]
+    assert max(times) == pytest.approx(60.0)
+    assert sum(seconds > 30 for seconds in times) / len(times) == pytest.approx(0.1, abs=0.02)
+
+
+def test_build_times_follow_their_quantiles() -> None:
+    rng = random.Random(1)
+    draws = sorted(draw_build_seconds(rng) for _ in range(20_000))
+    for index, seconds in enumerate(BUILD_SECONDS[1:-1], start=1):
+        place = index * len(draws) // (len(BUILD_SECONDS) - 1)
+        low, high = draws[place - 200], draws[place + 200]
+        assert low * 0.999 <= seconds <= high * 1.001
+
+
+def test_shared_fits_only_because_its_prefix_is_kept_once() -> None:
+    load = preset("shared")
+    assert len(load.programs) == 100
+    for program in load.programs:
+        assert program.shared_prefix_tokens == 0.9 * program.steps[0].new_input_tokens
+    assert sum(p.context_tokens for p in load.programs) > 1.4 * load.blocks * load.block_size
+    assert load.pressure < 0.5
+
+
+def test_the_first_steps_of_a_load() -> None:
+    load = preset("thrash")
+    cut = load.first_steps(3)
+    assert contexts(cut) == [steps[:3] for steps in contexts(load)]
+    assert cut.programs[0].steps[:2] == load.programs[0].steps[:2]
+    assert (cut.programs[0].steps[2].tool, cut.programs[0].steps[2].tool_seconds) == (None, 0.0)
+    assert load.first_steps(8) == load
+    with pytest.raises(ValueError, match="0 steps"):
+        load.first_steps(0)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_seed_fixes_a_load_and_another_one_changes_it(name: str) -> None:
     assert preset(name, seed=3) == preset(name, seed=3)
@@ -58,19 +104,22 @@ def test_more_programs_keep_the_first_ones() -> None:
 
 def test_context_and_pressure() -> None:
     load = preset("smoke")
-    contexts = [
+    lengths = [
         sum(s.new_input_tokens + s.output_tokens for s in program.steps)
         for program in load.programs
     ]
-    assert load.longest_context == max(contexts)
-    assert load.pressure == pytest.approx((sum(contexts) - 5 * 64) / (40 * 32))
+    assert load.longest_context == max(lengths)
+    assert load.pressure == pytest.approx((sum(lengths) - 5 * 64) / (40 * 32))
     assert load.resized(80).pressure == pytest.approx(load.pressure / 2)
     assert load.resized(None) is load
 
 
 @pytest.mark.parametrize(
     ("name", "programs", "message"),
-    [("thrush", None, "no preset 'thrush'; known: roomy, smoke, thrash"), ("smoke", 0, "below 1")],
+    [
+        ("thrush", None, "no preset 'thrush'; known: heavy, roomy, shared, smoke, thrash"),
+        ("smoke", 0, "below 1"),
+    ],
 )
 def test_what_is_not_a_load_is_refused(name: str, programs: int | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

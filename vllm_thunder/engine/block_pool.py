@@ -1,16 +1,21 @@
 """vLLM's block pool, knowing which program holds which block.
 
-The pool is made by vLLM and then *adopted*: its class is replaced on the one object that the
-scheduler's KV-cache manager, coordinator and connectors already share. CPU offload and HiSparse
-build pools of their own with the same constructor; those stay vLLM's.
+Both classes stand in for vLLM's while vLLM builds its scheduler: the names that its code looks up
+are replaced for that moment. CPU offload and HiSparse build pools of their own through the same
+code at other times; those stay vLLM's. (To replace the classes of the finished objects would be
+simpler, and costs a tenth of a scheduling step: CPython keeps the attributes of such an object in a
+dictionary that its bytecode has no short cut to.)
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from vllm.v1.core import kv_cache_coordinator
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+from vllm.v1.core.sched import scheduler
 from vllm.v1.request import Request
 
 from vllm_thunder.engine.free_queue import ProgramFreeQueue
@@ -18,25 +23,30 @@ from vllm_thunder.program.errors import IntegrityError
 from vllm_thunder.program.ledger import BlockLedger
 from vllm_thunder.program.program import Program
 
-__all__ = ["ProgramBlockPool", "ProgramKVCacheManager", "adopt"]
+__all__ = ["ProgramBlockPool", "ProgramKVCacheManager", "program_kv_cache"]
 
 
 class ProgramBlockPool(BlockPool):
     """Tells the ledger what programs hold and what leaves memory; frees by program."""
 
     free_block_queue: ProgramFreeQueue
-    ledger: BlockLedger
-    #: Programs by the id of their engine requests.
-    program_of: dict[str, Program]
-    #: Whose content blocks are being cached; None: unlabelled.
-    caching_for: Program | None
-    #: Whose prompt was looked up last in the prefix cache: hits are touched right after that.
-    hit_by: Program | None
-    #: Whose request is being freed, and whether nobody will send it again.
-    freed_by: Program | None
-    freeing_one_off: bool
-    #: Keys that more than one block has had at once.
-    doubled: set[BlockHashWithGroupId]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        free = self.free_block_queue.get_all_free_blocks()
+        self.free_block_queue = ProgramFreeQueue(free, self.num_gpu_blocks)
+        self.ledger = BlockLedger(self.is_resident)
+        #: Programs by the id of their engine requests.
+        self.program_of: dict[str, Program] = {}
+        #: Whose content blocks are being cached; None: unlabelled.
+        self.caching_for: Program | None = None
+        #: Whose prompt was looked up last in the prefix cache: hits are touched right after that.
+        self.hit_by: Program | None = None
+        #: Whose request is being freed, and whether nobody will send it again.
+        self.freed_by: Program | None = None
+        self.freeing_one_off = False
+        #: Keys that more than one block has had at once.
+        self.doubled: set[BlockHashWithGroupId] = set()
 
     def cache_full_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self.caching_for = self.owner_of(request)
@@ -234,6 +244,18 @@ class ProgramKVCacheManager(KVCacheManager):
 
     block_pool: ProgramBlockPool
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        vllm_pool = kv_cache_coordinator.BlockPool
+        kv_cache_coordinator.BlockPool = ProgramBlockPool
+        try:
+            super().__init__(*args, **kwargs)
+        finally:
+            kv_cache_coordinator.BlockPool = vllm_pool
+        if type(self.block_pool) is not ProgramBlockPool:
+            raise IntegrityError(
+                f"vLLM built a {type(self.block_pool).__name__}: a BlockPool was expected"
+            )
+
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
         self.block_pool.hit_by = self.block_pool.owner_of(request)
         return super().get_computed_blocks(request)
@@ -249,29 +271,12 @@ class ProgramKVCacheManager(KVCacheManager):
             pool.freeing_one_off = False
 
 
-def adopt(manager: KVCacheManager, half_life: float) -> ProgramBlockPool:
-    """Turn a fresh KV-cache manager and its pool, in place, into ours.
-
-    ``half_life``: seconds, of the decay score of acting programs.
-    """
-    pool = manager.block_pool
-    if type(manager) is not KVCacheManager or type(pool) is not BlockPool:
-        raise IntegrityError(
-            f"cannot adopt {type(manager).__name__} with {type(pool).__name__}: "
-            "the scheduler's own KVCacheManager and BlockPool are expected"
-        )
-    free = pool.free_block_queue.get_all_free_blocks()
-    if len(free) != pool.num_gpu_blocks - 1:
-        raise IntegrityError("the block pool is in use already")
-    manager.__class__ = ProgramKVCacheManager
-    pool.__class__ = ProgramBlockPool
-    assert isinstance(pool, ProgramBlockPool)
-    pool.free_block_queue = ProgramFreeQueue(free, pool.num_gpu_blocks, half_life)
-    pool.ledger = BlockLedger(pool.is_resident)
-    pool.program_of = {}
-    pool.caching_for = None
-    pool.hit_by = None
-    pool.freed_by = None
-    pool.freeing_one_off = False
-    pool.doubled = set()
-    return pool
+@contextmanager
+def program_kv_cache() -> Iterator[None]:
+    """Inside, a scheduler that vLLM builds gets our KV-cache manager, and that our pool."""
+    vllm_manager = scheduler.KVCacheManager
+    scheduler.KVCacheManager = ProgramKVCacheManager
+    try:
+        yield
+    finally:
+        scheduler.KVCacheManager = vllm_manager

@@ -54,12 +54,13 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
     ``blocks`` are free and blank, in the order in which they are to be used; ``pool_size`` is the
     number of blocks of the pool, ids 0 to ``pool_size`` - 1.
 
-    ``now`` is set by the scheduler once a step: the queue reads no clock.
+    ``half_life``: seconds, of the decay score of acting programs. ``now`` is set by the scheduler
+    once a step: the queue reads no clock.
     """
 
-    def __init__(self, blocks: list[KVCacheBlock], pool_size: int, half_life: float):
+    def __init__(self, blocks: list[KVCacheBlock], pool_size: int):
         self.now = 0.0
-        self.half_life = half_life
+        self.half_life = 1.0
         self.num_free_blocks = len(blocks)
         #: Cached blocks that were reused, by where they were found.
         self.evicted = [0] * len(EvictionClass)

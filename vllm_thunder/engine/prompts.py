@@ -30,7 +30,7 @@ class HeldPrompts:
     def borrowed_blocks(self, program: Program) -> int:
         """Blocks of a waiting program's prompt that are in memory and on another's account."""
         if program.keys:
-            return program.shared_blocks
+            return program.shared_resident_blocks
         request = self._first(program)
         if not self._pool.enable_caching or request.skip_reading_prefix_cache:
             return 0

@@ -26,7 +26,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_thunder.engine.block_pool import adopt
+from vllm_thunder.engine.block_pool import ProgramBlockPool, program_kv_cache
 from vllm_thunder.engine.prompts import HeldPrompts
 from vllm_thunder.engine.status import EngineStatus
 from vllm_thunder.engine.step_times import StepTimes
@@ -34,7 +34,7 @@ from vllm_thunder.engine.unlabelled import UnlabelledBlocks
 from vllm_thunder.program.config import CONFIG_KEY, ThunderConfig
 from vllm_thunder.program.cost import ContextBlocks
 from vllm_thunder.program.decisions import Action, ActionKind, Memory
-from vllm_thunder.program.errors import ThunderError
+from vllm_thunder.program.errors import IntegrityError, ThunderError
 from vllm_thunder.program.ledger import TurnEnd
 from vllm_thunder.program.policy import make_policy
 from vllm_thunder.program.program import Program, Status
@@ -58,12 +58,17 @@ class ProgramScheduler(AsyncScheduler):
     """Drop-in for vLLM's scheduler: ``--scheduler-cls vllm_thunder.engine.ProgramScheduler``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        with program_kv_cache():
+            super().__init__(*args, **kwargs)
         settings = self.vllm_config.additional_config
         config = ThunderConfig.from_dict(dict(settings.get(CONFIG_KEY, {})))
         self.clock = time.monotonic
         self.table = ProgramTable(config)
-        self.pool = adopt(self.kv_cache_manager, config.acting_half_life)
+        pool = self.kv_cache_manager.block_pool
+        if not isinstance(pool, ProgramBlockPool):
+            raise IntegrityError(f"a program pool was expected, vLLM built {type(pool).__name__}")
+        self.pool = pool
+        self.pool.free_block_queue.half_life = config.acting_half_life
         self.blocks_of = ContextBlocks([_group(g) for g in self.kv_cache_config.kv_cache_groups])
         if config.policy != "fcfs" and not self.kv_cache_manager.enable_caching:
             # Some models turn prefix caching off by themselves: nothing outlives a turn then.
@@ -264,7 +269,7 @@ class ProgramScheduler(AsyncScheduler):
                 return
             if request.kv_transfer_params is not None or program.goes_first:
                 return
-            needed = self.blocks_of(request.num_tokens) - program.shared_blocks
+            needed = self.blocks_of(request.num_tokens) - program.shared_resident_blocks
             if needed <= self.pool.get_num_free_blocks():
                 return
             self.waiting.pop_request()
@@ -292,7 +297,7 @@ class ProgramScheduler(AsyncScheduler):
         program = self.pool.program_of.get(request.request_id)
         if program is None:
             return -request.priority, False, request.num_computed_tokens
-        kept = program.shared_blocks * self.block_size  # others hold these: they stay
+        kept = program.shared_resident_blocks * self.block_size  # others hold these: they stay
         return -request.priority, program.goes_first, max(request.num_computed_tokens - kept, 0)
 
     def _surface_grammar_errors(self, now: float) -> None:

@@ -1,7 +1,9 @@
 """Memory in use by requests without a program."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 __all__ = ["UnlabelledBlocks"]
@@ -48,11 +50,18 @@ class UnlabelledBlocks:
             for request_id in self._requests
             if (blocks := manager.req_to_blocks.get(request_id))
         ]
-        total = sum(map(len, used))
-        if len(used) < 2:
+        total = sum(len(blocks) - _passed(blocks) for blocks in used)
+        if total == 0 or len(used) < 2:
             return total
         if self._counted_at is None or now - self._counted_at >= _RECOUNT_SECONDS:
             distinct = {b.block_id for blocks in used for b in blocks if not b.is_null}
             self._distinct_share = len(distinct) / total
             self._counted_at = now
         return round(total * self._distinct_share)
+
+
+def _passed(blocks: Sequence[KVCacheBlock]) -> int:
+    """Blocks in front that a sliding window has passed: null blocks stand where they were."""
+    if not blocks[0].is_null:
+        return 0
+    return bisect_left(blocks, True, key=lambda block: not block.is_null)

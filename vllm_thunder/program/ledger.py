@@ -145,7 +145,7 @@ class BlockLedger:
         """The prefix cache was reset."""
         self.shared_resident = 0
         for program in programs:
-            program.resident_blocks = 0
+            program.resident_blocks = program.shared_resident_blocks = 0
 
     def check_integrity(self, programs: Iterable[Program]) -> None:
         """Recount everything and raise IntegrityError where a count disagrees."""
@@ -172,11 +172,17 @@ class BlockLedger:
                 sum(key not in shared for key in keys),
                 sum(key in shared for key in keys),
                 sum(self._is_resident(key) for key in keys),
+                sum(key in shared and self._is_resident(key) for key in keys),
             )
-            kept_counts = (program.unique_blocks, program.shared_blocks, program.resident_blocks)
+            kept_counts = (
+                program.unique_blocks,
+                program.shared_blocks,
+                program.resident_blocks,
+                program.shared_resident_blocks,
+            )
             if counted != kept_counts:
                 problems.append(
-                    f"{program.program_id!r}: unique, shared, resident {kept_counts} kept, "
+                    f"{program.program_id!r}: unique, shared, resident, both {kept_counts} kept, "
                     f"{counted} counted"
                 )
         if problems:
@@ -194,10 +200,12 @@ class BlockLedger:
                 self._holders[key] = {holders, program}
                 holders.unique_blocks -= 1
                 holders.shared_blocks += 1
+                holders.shared_resident_blocks += resident
                 self.shared_resident += resident
             else:
                 holders.add(program)
             program.shared_blocks += 1
+            program.shared_resident_blocks += resident
         program.resident_blocks += resident
 
     def _drop(self, program: Program, key: _Key) -> None:
@@ -211,11 +219,13 @@ class BlockLedger:
         assert isinstance(holders, set)
         holders.remove(program)
         program.shared_blocks -= 1
+        program.shared_resident_blocks -= resident
         if len(holders) == 1:
             (last,) = holders
             self._holders[key] = last
             last.unique_blocks += 1
             last.shared_blocks -= 1
+            last.shared_resident_blocks -= resident
             self.shared_resident -= resident
 
     def _count_resident(self, key: _Key, change: int) -> None:
@@ -228,3 +238,4 @@ class BlockLedger:
         self.shared_resident += change
         for program in holders:
             program.resident_blocks += change
+            program.shared_resident_blocks += change

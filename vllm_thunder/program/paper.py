@@ -82,7 +82,7 @@ class PaperPolicy(FcfsPolicy):
 
     def _blocks(self, program: Program) -> int:
         tokens = max(program.context_tokens, program.prompt_tokens)
-        return max(self.blocks_of(tokens) - program.shared_blocks, 1)
+        return max(self.blocks_of(tokens) - program.shared_resident_blocks, 1)
 
     def _decayed(self, program: Program, now: float) -> float:
         if program.phase is Phase.REASONING:

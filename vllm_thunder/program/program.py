@@ -100,6 +100,8 @@ class Program:
     unique_blocks: int = 0
     shared_blocks: int = 0
     resident_blocks: int = 0
+    #: Blocks that are both shared and resident: others' claims or the pool pay for them.
+    shared_resident_blocks: int = 0
 
     @property
     def in_flight(self) -> bool:

@@ -8,7 +8,7 @@ lapses is kept in order.
 
 from collections.abc import Iterator
 from itertools import chain
-from math import inf, log
+from math import inf
 
 from vllm_thunder.program.config import ThunderConfig
 from vllm_thunder.program.cost import ContextBlocks, Ewma
@@ -30,10 +30,6 @@ _TICK_SECONDS = 1.0
 #: ``max_wait`` 60 a third instead of a half costs a sixth of the throughput (a simulation with
 #: measured step times, four seeds).
 _DUE_SHARE = 0.5
-#: In the order of restores a context counts half after this share of the time until it is due.
-_AGEING_SHARE = 0.05
-#: Seconds; what is due at once still needs a place in that order.
-_SHORTEST_HALF_LIFE = 0.001
 
 
 class ThunderPolicy(FcfsPolicy):
@@ -82,15 +78,15 @@ class ThunderPolicy(FcfsPolicy):
 
     def waits(self, program: Program, now: float) -> None:
         assert program.waiting_since is not None
-        due_in = self._due_seconds(program)
-        self._due.put(program, program.waiting_since + due_in)
-        self._order.put(program, self._restore_rank(program, due_in))
+        self._due.put(program, program.waiting_since + self._due_seconds(program))
+        self._order.put(program, self._restore_rank(program))
 
     def waits_no_more(self, program: Program) -> None:
         self._due.discard(program)
         self._order.discard(program)
 
     def acts(self, program: Program, now: float) -> list[Action]:
+        program.borrowed_blocks = 0  # the ledger knows what it shares by now
         if program.status is not Status.ACTIVE:
             return []
         if program.yields and self.table.waiting:
@@ -147,7 +143,12 @@ class ThunderPolicy(FcfsPolicy):
         room = self._room(memory, self.config.low_watermark)
         short = max(round(needed - room), 0)
         due_in = program.waiting_since + self._due_seconds(program) - now
-        position = self._due.position(program) if due_in <= 0 else self._order.position(program)
+        if due_in <= 0:
+            position = self._due.position(program)
+        else:
+            mine, due = self._restore_rank(program), list(self._due.until(now))
+            passed_by = sum(self._restore_rank(each) > mine for each in due)
+            position = self._order.position(program) + passed_by
         expected = None
         if self._restore_gap.samples:
             expected = self._restore_gap.value * (position + 1)
@@ -172,7 +173,7 @@ class ThunderPolicy(FcfsPolicy):
         else:
             ahead = program.growth or self.table.growth.value
         tokens = max(program.context_tokens, program.prompt_tokens) + ahead
-        borrowed = max(program.shared_blocks, program.borrowed_blocks)
+        borrowed = max(program.shared_resident_blocks, program.borrowed_blocks)
         blocks = max(self.blocks_of(tokens) - borrowed, 1)
         return blocks if reasoning or program.turns_done > 1 else blocks * self.table.returns.value
 
@@ -188,17 +189,17 @@ class ThunderPolicy(FcfsPolicy):
             limit = min(limit, program.deadline_seconds)
         return _DUE_SHARE * limit
 
-    def _restore_rank(self, program: Program, due_in: float) -> tuple[int, float]:
-        """By priority, then by aged S_restore.
+    def _restore_rank(self, program: Program) -> tuple[int, float]:
+        """By priority, then in order of arrival.
 
-        S_restore puts the shortest context first (ThunderAgent, section "Policy"; all that wait
-        are reasoning). Ageing halves a context every ``_AGEING_SHARE`` of the time until it is
-        due: c * 2^(-waited/h) is in the order of log2(c) + waiting_since/h whatever the time is.
+        Not by S_restore, the shortest context first (ThunderAgent, section "Policy"): where claims
+        are held for long enough, size buys no throughput and large contexts wait for all others.
+        In a simulation of the ``thrash`` load with measured step times, five seeds, both give 120
+        steps a minute and the same p99; the largest quarter of programs waits 1.1 times the
+        smallest, in order of arrival 0.6 times.
         """
         assert program.waiting_since is not None
-        tokens = max(program.context_tokens, program.prompt_tokens, 1)
-        half_life = max(_AGEING_SHARE * due_in, _SHORTEST_HALF_LIFE)
-        return (program.priority, log(tokens, 2) + program.waiting_since / half_life)
+        return (program.priority, program.waiting_since)
 
     def _rank_acting(self, program: Program) -> None:
         """Its claim lapses when holding it has cost what it is expected to be worth.

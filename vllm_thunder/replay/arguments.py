@@ -6,11 +6,13 @@ from pathlib import Path
 
 from vllm_thunder.program.errors import ConfigError
 from vllm_thunder.replay.client import ClientOptions
+from vllm_thunder.replay.presets import PRESETS, preset
 from vllm_thunder.replay.traces import TraceOptions, read_trace
-from vllm_thunder.replay.workload import PRESETS, Workload, preset
+from vllm_thunder.replay.workload import Workload
 
 __all__ = [
     "DEMO_TRACE",
+    "TRACES",
     "add_client_arguments",
     "add_workload_arguments",
     "client_options",
@@ -19,9 +21,12 @@ __all__ = [
 ]
 
 DEMO_TRACE = "agents_small"
+#: The traces that come with this project.
+TRACES = (DEMO_TRACE, "tau_airline", "sweagent")
 _BLOCK_SIZE = 32
 _TRACE_FLAGS = {
     "scale": (float, "multiply every token count by this"),
+    "tool_scale": (float, "multiply tool times by this, a user's turns left out"),
     "max_tool_seconds": (float, "cap tool times, in seconds"),
     "user_seconds": (float, "seconds that a turn of a (simulated) user takes"),
     "max_context": (int, "cut a program before its context exceeds this many tokens"),
@@ -44,7 +49,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser, default: str) -> Non
         "--workload",
         default=default,
         metavar="NAME|FILE",
-        help=f"a preset ({', '.join(PRESETS)}), the trace {DEMO_TRACE}, or a trace file "
+        help=f"a preset ({', '.join(PRESETS)}), a trace ({', '.join(TRACES)}), or a trace file "
         f"(default: {default})",
     )
     group.add_argument("--programs", type=int, metavar="N", help="how many programs")
@@ -83,14 +88,14 @@ def load_workload(args: argparse.Namespace, *, seed: int | None = None) -> Workl
             raise ConfigError(f"{flag}: {args.workload} is a preset, not a trace")
         load = preset(args.workload, seed=seed, programs=args.programs)
         return load.resized(args.blocks)
-    if args.workload == DEMO_TRACE:
-        path = trace_directory() / f"{DEMO_TRACE}.jsonl"
+    if args.workload in TRACES:
+        path = trace_directory() / f"{args.workload}.jsonl"
     else:
         path = Path(args.workload)
         if not path.is_file():
             raise ConfigError(
                 f"--workload: {args.workload!r} is neither a file nor one of "
-                f"{', '.join([*PRESETS, DEMO_TRACE])}"
+                f"{', '.join([*PRESETS, *TRACES])}"
             )
     options = TraceOptions(programs=args.programs, **given)
     load = read_trace(path, options, seed=seed, blocks=1, block_size=_BLOCK_SIZE)
@@ -164,6 +169,13 @@ def add_client_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds after which the run is stopped (default: no limit)",
     )
+    group.add_argument(
+        "--window",
+        type=float,
+        metavar="S",
+        help="end the run after so many seconds, which is no failure (default: when all programs "
+        "have ended)",
+    )
 
 
 def client_options(
@@ -190,5 +202,6 @@ def client_options(
         words_per_token=args.words_per_token,
         step_timeout=args.step_timeout,
         run_timeout=args.run_timeout,
+        window_seconds=args.window,
         api_key=api_key,
     )

@@ -37,7 +37,8 @@ class ClientOptions:
     tokens as the step says, with vLLM's ``ignore_eos`` and ``min_tokens``; without it the number
     is a limit only. ``words_per_token`` is for tokenizers that cut the replay's words.
 
-    ``step_timeout`` ends a call, ``run_timeout`` the whole run; both in seconds.
+    ``step_timeout`` ends a call, ``run_timeout`` the whole run; both in seconds. After
+    ``window_seconds`` the run ends too, but on purpose: no program has failed by that.
     """
 
     base_url: str
@@ -51,6 +52,7 @@ class ClientOptions:
     words_per_token: float = 1.0
     step_timeout: float = 900.0
     run_timeout: float | None = None
+    window_seconds: float | None = None
     api_key: str | None = None
 
     def __post_init__(self) -> None:
@@ -73,6 +75,7 @@ class ClientOptions:
         for flag, seconds in (
             ("--step-timeout", self.step_timeout),
             ("--run-timeout", self.run_timeout),
+            ("--window", self.window_seconds),
             ("--words-per-token", self.words_per_token),
         ):
             if seconds is not None and not seconds > 0:

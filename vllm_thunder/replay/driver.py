@@ -25,6 +25,8 @@ __all__ = ["replay"]
 #: Counters of ``GET /programs/summary``.
 _DECISIONS = ("turns", "pauses", "restores", "free_restores", "programs_created")
 
+_STOPPED = "the run was stopped before the program ended"
+
 OnStep = Callable[[StepRecord], None]
 
 
@@ -111,19 +113,25 @@ class _Run:
             asyncio.create_task(self._program(shape, program))
             for shape, program in zip(shapes, self.programs, strict=True)
         ]
+        limits = [s for s in (options.run_timeout, options.window_seconds) if s is not None]
+        limit = min(limits, default=None)
         try:
-            await asyncio.wait(tasks, timeout=options.run_timeout)
+            await asyncio.wait(tasks, timeout=limit)
         finally:
             for task in tasks:
                 task.cancel()
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+            if limit is not None and limit == options.window_seconds:
+                for program in self.programs:
+                    if program.error == _STOPPED:
+                        program.error = None
         for outcome in outcomes:
             if isinstance(outcome, Exception):
                 raise outcome
 
     async def _program(self, shape: ProgramShape, program: ProgramRecord) -> None:
         # If the task ends in any way but the last one below, this is why.
-        program.error = "the run was stopped before the program ended"
+        program.error = _STOPPED
         async with self._slots, self._released_after(program):
             queue_seconds = self._now()
             try:

@@ -19,7 +19,7 @@ from vllm_thunder.replay.records import Replay
 from vllm_thunder.replay.server import ServerSpec, running_server
 from vllm_thunder.replay.workload import Workload
 
-__all__ = ["NotDrained", "check_drained", "measure"]
+__all__ = ["NotDrained", "check_drained", "empty_server", "measure", "measure_on"]
 
 #: What a chat template adds to a message, at most, in tokens (the tiny model's adds about eight).
 _TOKENS_PER_MESSAGE = 16
@@ -48,17 +48,44 @@ def measure(
     """
     kind = label or spec.kind
     _check_fits(spec, workload)
-    if spec.kind == "stock":
-        client = changed(client, program_id_field=None, release_path=None)
     with (
         RunProgress(console, kind, workload.steps) as progress,
         running_server(spec, log, on_wait=progress.starting) as url,
     ):
-        options = changed(client, base_url=url)
-        machine = describe_machine()
-        result = asyncio.run(replay(workload, options, kind=kind, on_step=progress.step))
-        if spec.kind == "thunder" and client.release_path:
-            result.summary = check_drained(url)
+        return _replay_on(url, spec, workload, client, kind, progress)
+
+
+def measure_on(
+    url: str,
+    spec: ServerSpec,
+    workload: Workload,
+    client: ClientOptions,
+    *,
+    console: Console,
+    label: str | None = None,
+) -> Replay:
+    """As :func:`measure`, on the server of ``spec`` that runs at ``url`` and goes on running."""
+    kind = label or spec.kind
+    _check_fits(spec, workload)
+    with RunProgress(console, kind, workload.steps) as progress:
+        return _replay_on(url, spec, workload, client, kind, progress)
+
+
+def _replay_on(
+    url: str,
+    spec: ServerSpec,
+    workload: Workload,
+    client: ClientOptions,
+    kind: str,
+    progress: RunProgress,
+) -> Replay:
+    if spec.kind == "stock":
+        client = changed(client, program_id_field=None, release_path=None)
+    machine = describe_machine()
+    options = changed(client, base_url=url)
+    result = asyncio.run(replay(workload, options, kind=kind, on_step=progress.step))
+    if spec.kind == "thunder" and client.release_path:
+        result.summary = check_drained(url)
     result.about |= {
         "machine": machine,
         "server": {
@@ -72,6 +99,49 @@ def measure(
     return result
 
 
+def empty_server(url: str, kind: str) -> None:
+    """Make a running server of that kind as good as new for the next run: no program, no turn in
+    flight, nothing in its prefix cache. What it has learned of rates and tools stays.
+
+    The server needs vLLM's development mode. Raises NotDrained if it is not empty in the end.
+    """
+    if kind == "thunder":
+        for program in _get(url, "/programs")["programs"]:
+            _post(url, "/programs/release", {"program_id": program["program_id"]})
+        check_drained(url)
+    deadline = time.monotonic() + _DRAIN_SECONDS
+    while not _post(url, "/reset_prefix_cache")["success"]:
+        if time.monotonic() > deadline:
+            raise NotDrained("the prefix cache cannot be reset: the server still uses blocks")
+        time.sleep(0.2)
+
+
+def _get(url: str, path: str) -> dict[str, Any]:
+    return _json(urllib.request.Request(url + path))
+
+
+def _post(url: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    return _json(
+        urllib.request.Request(
+            url + path,
+            data=json.dumps(body or {}).encode(),
+            headers={"Content-Type": "application/json"},
+            method="POST",
+        )
+    )
+
+
+def _json(request: urllib.request.Request) -> dict[str, Any]:
+    """The answer's JSON object; NotDrained when there is none."""
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            found: dict[str, Any] = json.load(answer)
+    except (OSError, ValueError) as error:
+        method, url = request.get_method(), request.full_url
+        raise NotDrained(f"{method} {url}: {error}") from error
+    return found
+
+
 def check_drained(url: str) -> dict[str, Any]:
     """The summary of a server that tracks no program and has every block free.
 
@@ -80,11 +150,7 @@ def check_drained(url: str) -> dict[str, Any]:
     """
     deadline = time.monotonic() + _DRAIN_SECONDS
     while True:
-        try:
-            with urllib.request.urlopen(f"{url}/programs/summary", timeout=10) as answer:
-                summary: dict[str, Any] = json.load(answer)
-        except (OSError, ValueError) as error:
-            raise NotDrained(f"GET /programs/summary: {error}") from error
+        summary = _get(url, "/programs/summary")
         left = {
             "programs": summary["programs"],
             "held_turns": summary["held_turns"],

@@ -48,7 +48,7 @@ class RunProgress:
     def __enter__(self) -> Self:
         self._bar.start()
         if not self._console.is_terminal:
-            self._console.print(f"{self._label}: starting the server")
+            self._console.print(f"{self._label}: starting")
         return self
 
     def __exit__(

@@ -42,7 +42,8 @@ class StepRecord:
 class ProgramRecord:
     """One program, offered at the start of the run. ``ended_at``: seconds from then until its
     last call ended, so the time for which it waited to be started counts. ``error`` says why it
-    did not finish, ``release_error`` why its release failed."""
+    failed, ``release_error`` why its release did. A program that the end of the run's window cut
+    short has not failed."""
 
     program_id: str
     labelled: bool
@@ -51,6 +52,10 @@ class ProgramRecord:
     ended_at: float = 0.0
     error: str | None = None
     release_error: str | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self.error is None and self.finished_steps == self.planned_steps
 
 
 @dataclass(slots=True)

@@ -14,7 +14,15 @@ from rich.table import Table
 
 from vllm_thunder.replay.records import Replay, StepRecord
 
-__all__ = ["Summary", "ratios", "recomputed_tokens", "summarize", "summary_table", "to_json"]
+__all__ = [
+    "Summary",
+    "ratios",
+    "recomputed_tokens",
+    "run_table",
+    "summarize",
+    "summary_table",
+    "to_json",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +32,17 @@ class Summary:
     - ``steps_per_minute``: finished steps over the time from the first call's start to the last
       call's end.
     - ``step_latency_*``: finished steps only; see StepRecord for what is in a step latency.
-    - ``program_seconds_mean``: over finished programs, from the start of the run (all programs
+    - ``program_seconds_mean``: over complete programs, from the start of the run (all programs
       are offered then) to the end of the last call.
     - ``hit_rate``: vLLM's ``prefix_cache_hits`` over ``prefix_cache_queries``, in tokens;
       ``cached_share``: the same as the answers tell it, cached over all prompt tokens.
+    - ``prompt_tokens`` of finished steps; of them ``new_tokens`` were in no earlier call of their
+      program, and ``uncached_tokens`` did not come from the cache.
     - ``recomputed_tokens``: see :func:`recomputed_tokens`.
-    - ``worst_wait``: the longest time to a first token.
+    - ``worst_wait``: the longest time to a first token, and for calls that got none, failed or cut
+      short, the time for which they had waited.
+    - ``small_quarter_wait``, ``large_quarter_wait``: mean time to the first token over the steps of
+      the quarter of the programs with the shortest and with the longest first prompts, of each run.
 
     A value is None where the server does not tell what it takes.
     """
@@ -47,10 +60,14 @@ class Summary:
     step_latency_p99: float | None
     first_token_mean: float | None
     worst_wait: float | None
+    small_quarter_wait: float | None
+    large_quarter_wait: float | None
     program_seconds_mean: float | None
     hit_rate: float | None
     cached_share: float | None
     prompt_tokens: int | None
+    new_tokens: int | None
+    uncached_tokens: int | None
     recomputed_tokens: int | None
     preemptions: int | None
     pauses: int | None
@@ -66,6 +83,15 @@ def summarize(kind: str, replays: Sequence[Replay]) -> Summary:
     finished = [step for replay in replays for step in replay.steps if step.error is None]
     latencies = [step.latency_seconds for step in finished]
     waits = [s.first_token_seconds for s in finished if s.first_token_seconds is not None]
+    longest = max(
+        (
+            s.latency_seconds if s.first_token_seconds is None else s.first_token_seconds
+            for replay in replays
+            for s in replay.steps
+        ),
+        default=None,
+    )
+    quarters = [_quarter_waits(replay.steps) for replay in replays]
     seconds = sum(replay.seconds for replay in replays)
     told = [s for s in finished if s.cached_tokens is not None and s.prompt_tokens is not None]
     recomputed = [recomputed_tokens(replay.steps) for replay in replays]
@@ -82,8 +108,10 @@ def summarize(kind: str, replays: Sequence[Replay]) -> Summary:
         step_latency_p50=_quantile(latencies, 0.5),
         step_latency_p99=_quantile(latencies, 0.99),
         first_token_mean=_mean(waits),
-        worst_wait=max(waits, default=None),
-        program_seconds_mean=_mean([p.ended_at for p in programs if p.error is None]),
+        worst_wait=longest,
+        small_quarter_wait=_mean([wait for small, _ in quarters for wait in small]),
+        large_quarter_wait=_mean([wait for _, large in quarters for wait in large]),
+        program_seconds_mean=_mean([p.ended_at for p in programs if p.complete]),
         hit_rate=_over(
             _total(replays, "vllm:prefix_cache_hits_total"),
             _total(replays, "vllm:prefix_cache_queries_total"),
@@ -93,6 +121,10 @@ def summarize(kind: str, replays: Sequence[Replay]) -> Summary:
             float(sum(s.prompt_tokens or 0 for s in told)),
         ),
         prompt_tokens=sum(s.prompt_tokens or 0 for s in told) if told else None,
+        new_tokens=_sum_known([_new_tokens(replay.steps) for replay in replays]),
+        uncached_tokens=sum((s.prompt_tokens or 0) - (s.cached_tokens or 0) for s in told)
+        if told
+        else None,
         recomputed_tokens=_sum_known(recomputed),
         preemptions=_whole(_total(replays, "vllm:num_preemptions_total")),
         pauses=_sum_known([replay.decisions.get("pauses") for replay in replays]),
@@ -109,13 +141,8 @@ def recomputed_tokens(steps: Sequence[StepRecord]) -> int | None:
     computed again: ``max(0, prompt[i-1] + completion[i-1] - cached[i])``. This counts up to one
     block and one token a step that no cache of full blocks can serve.
     """
-    by_program: dict[str, list[StepRecord]] = {}
-    for step in steps:
-        if step.error is None:
-            by_program.setdefault(step.program_id, []).append(step)
     total, told = 0, False
-    for calls in by_program.values():
-        calls.sort(key=lambda step: step.step)
+    for calls in _finished_by_program(steps):
         for before, after in pairwise(calls):
             if before.prompt_tokens is None or after.cached_tokens is None:
                 continue
@@ -123,6 +150,45 @@ def recomputed_tokens(steps: Sequence[StepRecord]) -> int | None:
             context = before.prompt_tokens + (before.completion_tokens or 0)
             total += max(0, context - after.cached_tokens)
     return total if told else None
+
+
+def _finished_by_program(steps: Sequence[StepRecord]) -> list[list[StepRecord]]:
+    """The finished steps of each program in their order."""
+    by_program: dict[str, list[StepRecord]] = {}
+    for step in sorted(steps, key=lambda step: step.step):
+        if step.error is None:
+            by_program.setdefault(step.program_id, []).append(step)
+    return list(by_program.values())
+
+
+def _new_tokens(steps: Sequence[StepRecord]) -> int | None:
+    total, told = 0, False
+    for calls in _finished_by_program(steps):
+        known = 0
+        for call in calls:
+            if call.prompt_tokens is None:
+                continue
+            told = True
+            total += max(0, call.prompt_tokens - known)
+            known = call.prompt_tokens + (call.completion_tokens or 0)
+    return total if told else None
+
+
+def _quarter_waits(steps: Sequence[StepRecord]) -> tuple[list[float], list[float]]:
+    """Times to first tokens of the programs with the shortest and the longest first prompts."""
+    programs = [
+        calls
+        for calls in _finished_by_program(steps)
+        if calls[0].step == 0 and calls[0].prompt_tokens is not None
+    ]
+    programs.sort(key=lambda calls: calls[0].prompt_tokens or 0)
+    count = len(programs) // 4
+
+    def waits(chosen: Sequence[list[StepRecord]]) -> list[float]:
+        found = [call.first_token_seconds for calls in chosen for call in calls]
+        return [seconds for seconds in found if seconds is not None]
+
+    return waits(programs[:count]), waits(programs[len(programs) - count :])
 
 
 def ratios(summary: Summary, base: Summary) -> dict[str, float | None]:
@@ -143,6 +209,25 @@ def summary_table(summaries: Sequence[Summary], title: str) -> Table:
         values = [getattr(summary, name) for summary in summaries]
         if any(value is not None for value in values):
             table.add_row(label, *(_text(value, digits) for value in values))
+    return table
+
+
+def run_table(replays: Sequence[Replay]) -> Table:
+    """One row a run."""
+    table = Table(title="runs", title_justify="left")
+    for heading in ("", "seed", "steps/min", "p99 (s)", "longest wait (s)", "pauses", "errors"):
+        table.add_column(heading, justify="right")
+    for replay in replays:
+        summary = summarize(replay.kind, [replay])
+        table.add_row(
+            replay.kind,
+            str(replay.about["workload"]["seed"]),
+            f"{summary.steps_per_minute:.1f}",
+            _text(summary.step_latency_p99, 1),
+            _text(summary.worst_wait, 1),
+            _text(summary.pauses, 0),
+            str(summary.errors),
+        )
     return table
 
 
@@ -177,9 +262,13 @@ _ROWS = (
     ("step latency, p99 (s)", "step_latency_p99", 2),
     ("time to first token, mean (s)", "first_token_mean", 2),
     ("worst wait for a first token (s)", "worst_wait", 2),
+    ("  mean wait, shortest prompts (s)", "small_quarter_wait", 2),
+    ("  mean wait, longest prompts (s)", "large_quarter_wait", 2),
     ("time per program, mean (s)", "program_seconds_mean", 1),
     ("prefix cache hit rate", "hit_rate", 3),
     ("prompt tokens", "prompt_tokens", 0),
+    ("  of them new", "new_tokens", 0),
+    ("  not served from cache", "uncached_tokens", 0),
     ("recomputed tokens", "recomputed_tokens", 0),
     ("preemptions", "preemptions", 0),
     ("pauses", "pauses", 0),

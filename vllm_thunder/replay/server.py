@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -22,7 +22,15 @@ from types import FrameType
 
 from vllm_thunder.program.errors import ConfigError, ThunderError
 
-__all__ = ["KINDS", "ServerFailed", "ServerSpec", "on_cpu", "running_server", "server_command"]
+__all__ = [
+    "KINDS",
+    "ServerFailed",
+    "ServerSpec",
+    "on_cpu",
+    "running_server",
+    "running_servers",
+    "server_command",
+]
 
 KINDS = ("stock", "thunder")
 MODEL_NAME = "replayed"
@@ -39,7 +47,8 @@ class ServerFailed(ThunderError):
 class ServerSpec:
     """One engine server. ``usable_blocks`` x ``block_size`` tokens of KV cache (None: as much as
     the machine gives); ``kv_bytes_per_token`` makes the engine reserve enough memory for them.
-    ``extra`` are further command-line arguments."""
+    ``extra`` are further command-line arguments. ``dev_mode`` adds vLLM's routes for development,
+    ``POST /reset_prefix_cache`` among them."""
 
     kind: str
     model: Path | str
@@ -49,6 +58,7 @@ class ServerSpec:
     max_num_seqs: int = 64
     max_model_len: int | None = None
     extra: tuple[str, ...] = ()
+    dev_mode: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -110,16 +120,46 @@ def running_server(
     Ctrl-C and SIGTERM included. Raises ServerFailed when the server ends or does not answer
     within ``start_timeout`` seconds.
     """
-    port = _free_port()
+    with running_servers([(spec, log)], start_timeout=start_timeout, on_wait=on_wait) as (url,):
+        yield url
+
+
+@contextlib.contextmanager
+def running_servers(
+    servers: Sequence[tuple[ServerSpec, Path]],
+    *,
+    start_timeout: float = 600.0,
+    on_wait: Callable[[float, str], None] | None = None,
+) -> Iterator[list[str]]:
+    """Several servers with their logs, started at the same time; otherwise as
+    :func:`running_server`."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_sigterm_unwinds())
+        started = [
+            (stack.enter_context(_process(spec, port, log)), port, log)
+            for (spec, log), port in zip(servers, _free_ports(len(servers)), strict=True)
+        ]
+        begin = time.monotonic()
+        urls = []
+        for process, port, log in started:
+            url = f"http://127.0.0.1:{port}"
+            _wait_until_healthy(process, url, log, begin, start_timeout, on_wait)
+            urls.append(url)
+        yield urls
+
+
+@contextlib.contextmanager
+def _process(spec: ServerSpec, port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     command = server_command(spec, port, cpu=on_cpu())
     environment = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_SERVER_DEV_MODE": "1" if spec.dev_mode else "0",
     }
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as output, _sigterm_unwinds():
+    with log.open("wb") as output:
         # A session of its own: Ctrl-C reaches this process only, which then stops the server
         # and its engine core in order.
         process = subprocess.Popen(
@@ -131,9 +171,7 @@ def running_server(
             start_new_session=True,
         )
         try:
-            url = f"http://127.0.0.1:{port}"
-            _wait_until_healthy(process, url, log, start_timeout, on_wait)
-            yield url
+            yield process
         finally:
             _stop(process)
 
@@ -142,12 +180,12 @@ def _wait_until_healthy(
     process: subprocess.Popen[bytes],
     url: str,
     log: Path,
+    begin: float,
     timeout: float,
     on_wait: Callable[[float, str], None] | None,
 ) -> None:
-    start = time.monotonic()
     while not _healthy(url):
-        waited = time.monotonic() - start
+        waited = time.monotonic() - begin
         if process.poll() is not None:
             raise ServerFailed(f"the server ended with status {process.returncode}: {_cause(log)}")
         if waited > timeout:
@@ -196,10 +234,12 @@ def _sigterm_unwinds() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def _cause(log: Path) -> str:

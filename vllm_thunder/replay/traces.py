@@ -38,14 +38,16 @@ class TraceError(ConfigError):
 class TraceOptions:
     """How a trace becomes a workload.
 
-    ``scale`` multiplies every token count (at least one token stays); ``max_tool_seconds`` caps
-    tool times; ``user_seconds`` replaces the time of a ``"user"`` turn, which is a person's and
-    says nothing about an agent. A program is cut before the step at which its context, after
-    scaling, would exceed ``max_context`` tokens, and after ``max_steps`` steps; programs that
-    lose their first step are left out. ``programs`` keeps that many, spread over the file.
+    ``scale`` multiplies every token count (at least one token stays), ``tool_scale`` tool times;
+    ``max_tool_seconds`` caps what that gives; ``user_seconds`` replaces the time of a ``"user"``
+    turn, which is a person's and says nothing about an agent. A program is cut before the step at
+    which its context, after scaling, would exceed ``max_context`` tokens, and after ``max_steps``
+    steps; programs that lose their first step are left out. ``programs`` keeps that many, spread
+    over the file.
     """
 
     scale: float = 1.0
+    tool_scale: float = 1.0
     max_tool_seconds: float = 60.0
     user_seconds: float = 1.0
     max_context: int | None = None
@@ -55,6 +57,7 @@ class TraceOptions:
     def __post_init__(self) -> None:
         for flag, value, low in (
             ("--trace-scale", self.scale, 1e-6),
+            ("--trace-tool-scale", self.tool_scale, 0.0),
             ("--trace-max-tool-seconds", self.max_tool_seconds, 0.0),
             ("--trace-user-seconds", self.user_seconds, 0.0),
             ("--trace-max-context", self.max_context, 2),
@@ -77,10 +80,12 @@ _TABLE_QUANTILES = (0.25, 0.50, 0.90, 0.99)
 
 #: Names as the traces write them; the first class with a name that starts the tool's wins.
 _CLASS_BY_PREFIX = (
+    # tau-bench: calls of a database
+    ("read", ("book_", "cancel_", "update_reservation", "send_certificate", "think", "calculate")),
     ("web", ("web", "curl", "wget", "browse")),
     ("agent", ("task", "agent", "subagent", "delegate")),
     ("edit", ("edit", "create", "write", "insert", "str_replace", "todowrite", "update_")),
-    ("edit", ("book_", "cancel_", "send_", "set_cursors", "submit", "think", "calculate")),
+    ("edit", ("set_cursors", "submit")),
     ("read", ("open", "read", "grep", "glob", "find", "search", "ls", "cat", "view", "scroll")),
     ("read", ("get_", "list_", "goto", "file", "strings")),
 )
@@ -188,8 +193,8 @@ def _read_step(step: Any, where: str, options: TraceOptions, rng: random.Random)
     drawn = draw_tool_seconds(tool_class(tool or ""), rng)
     if tool == "user":
         seconds = options.user_seconds
-    elif seconds is None:
-        seconds = drawn
+    else:
+        seconds = options.tool_scale * (drawn if seconds is None else seconds)
     return StepShape(
         new_input_tokens=_scaled(_count(step, "new_input_tokens", where, low=1), options.scale),
         output_tokens=_scaled(_count(step, "output_tokens", where, low=1), options.scale),

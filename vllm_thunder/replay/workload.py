@@ -3,13 +3,9 @@
 A workload holds numbers only. The driver writes the text (:mod:`vllm_thunder.replay.words`).
 """
 
-import random
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from vllm_thunder.program.errors import ConfigError
-
-__all__ = ["PRESETS", "ProgramShape", "StepShape", "Workload", "preset"]
+__all__ = ["ProgramShape", "StepShape", "Workload"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,99 +81,18 @@ class Workload:
         """The same load on another KV cache; None leaves it as it is."""
         return self if blocks is None else replace(self, blocks=blocks)
 
+    def first_steps(self, count: int) -> "Workload":
+        """The same load with the first ``count`` steps of each program; no tool follows the last.
 
-@dataclass(frozen=True, slots=True)
-class _Chat:
-    """A synthetic load of chat agents: ranges are inclusive and uniform, tools lognormal."""
-
-    programs: int
-    steps: int
-    first_prompt: tuple[int, int]
-    shared: int
-    observation: tuple[int, int]
-    output: tuple[int, int]
-    tool_mu: float
-    tool_sigma: float
-    blocks: int
-    block_size: int = 32
+        Raises ValueError for a count below 1.
+        """
+        if count < 1:
+            raise ValueError(f"{count} steps are no program")
+        return replace(self, programs=tuple(_first_steps(p, count) for p in self.programs))
 
 
-#: ``thrash`` is the load that the package's claims are measured on: about four times the
-#: contexts that fit. ``roomy`` is the same load with memory for all of it. ``smoke`` is small
-#: enough for a test.
-PRESETS: dict[str, _Chat] = {
-    "thrash": _Chat(
-        programs=24,
-        steps=8,
-        first_prompt=(1000, 3000),
-        shared=200,
-        observation=(100, 500),
-        output=(24, 64),
-        tool_mu=0.3,
-        tool_sigma=0.8,
-        blocks=750,
-    ),
-    "roomy": _Chat(
-        programs=24,
-        steps=8,
-        first_prompt=(1000, 3000),
-        shared=200,
-        observation=(100, 500),
-        output=(24, 64),
-        tool_mu=0.3,
-        tool_sigma=0.8,
-        blocks=4500,
-    ),
-    "smoke": _Chat(
-        programs=6,
-        steps=3,
-        first_prompt=(120, 300),
-        shared=64,
-        observation=(20, 60),
-        output=(4, 8),
-        tool_mu=-2.0,
-        tool_sigma=0.5,
-        blocks=40,
-    ),
-}
-
-
-def preset(name: str, *, seed: int = 0, programs: int | None = None) -> Workload:
-    """The named synthetic load. ``programs`` changes how many there are.
-
-    The first programs of two loads that differ only in their number are the same. An unknown
-    name raises ConfigError.
-    """
-    if name not in PRESETS:
-        raise ConfigError(f"--workload: no preset {name!r}; known: {', '.join(sorted(PRESETS))}")
-    chat = PRESETS[name]
-    count = chat.programs if programs is None else programs
-    if count < 1:
-        raise ConfigError(f"--programs: {count} is below 1")
-    rng = random.Random(f"{seed}/chat")
-    return Workload(
-        name=name,
-        seed=seed,
-        blocks=chat.blocks,
-        block_size=chat.block_size,
-        programs=tuple(_chat_program(chat, index, rng) for index in range(count)),
-    )
-
-
-def _chat_program(chat: _Chat, index: int, rng: random.Random) -> ProgramShape:
-    def tokens(bounds: tuple[int, int]) -> Callable[[], int]:
-        return lambda: rng.randint(*bounds)
-
-    first, later, output = tokens(chat.first_prompt), tokens(chat.observation), tokens(chat.output)
-    steps = tuple(
-        StepShape(
-            new_input_tokens=first() if step == 0 else later(),
-            output_tokens=output(),
-            tool=None if step == chat.steps - 1 else "tool",
-            tool_seconds=0.0
-            if step == chat.steps - 1
-            else rng.lognormvariate(chat.tool_mu, chat.tool_sigma),
-        )
-        for step in range(chat.steps)
-    )
-    return ProgramShape(f"chat-{index:03d}", "chat", chat.shared, steps)
+def _first_steps(program: ProgramShape, count: int) -> ProgramShape:
+    if count >= len(program.steps):
+        return program
+    *kept, last = program.steps[:count]
+    return replace(program, steps=(*kept, replace(last, tool=None, tool_seconds=0.0)))
