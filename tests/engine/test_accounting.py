@@ -83,3 +83,15 @@ def test_shared_content_that_is_not_in_memory_is_not_borrowed(tiny_model, policy
             admitted.update(requests[program["program_id"]].block_hashes)
     engine.run(*requests.values(), steps=3000)
     assert 0 < len(admitted) <= 60
+
+
+def test_two_requests_of_a_side_call_leave_no_trace(tiny_model):
+    """Both use the same content, which continues nothing: the program keeps its context alone."""
+    engine = WorkedEngine(tiny_model, blocks=60)
+    context = engine.turn(text(1, 12 * BLOCK), "p", max_tokens=3)
+    side = [engine.send(text(500, 3 * BLOCK + 5), "p", max_tokens=3, turn_id="n=2") for _ in "12"]
+    engine.run(*side)
+    engine.check()
+    program = engine.scheduler.programs("get", "p")
+    assert program["unique_blocks"] == program["resident_blocks"] == (len(context) - 1) // BLOCK
+    assert program["context_tokens"] == len(context)

@@ -43,6 +43,14 @@ VARIANTS = {
     ),
     "adapters": Variant(blocks=24, adapters=1),
     "deferred frees": Variant(blocks=24, defer_frees=True),
+    "all at once": Variant(
+        blocks=60,
+        groups=lambda: [attention(), sliding_window()],
+        drafts=2,
+        adapters=2,
+        defer_frees=True,
+        engine={"chunk": 40, "max_num_batched_tokens": 128, "max_num_seqs": 8, "max_wait": 3.0},
+    ),
     "no prefix cache": Variant(blocks=24, engine={"caching": False}),
 }
 

@@ -296,13 +296,15 @@ class Traffic(RuleBasedStateMachine):
             context = self._new_text(8) + context[8:]
         return context + self._new_text(growth)
 
-    def _send(self, prompt, name, max_tokens, lora, **turn):
-        # An engine refuses what can never fit.
+    def _longest_prompt(self, max_tokens: int) -> int:
+        """An engine refuses what can never fit."""
         longest = 0
         while self.scheduler.blocks_of(longest + BLOCK) + 4 <= self.variant.blocks:
             longest += BLOCK
-        longest -= max_tokens + 2 * self.variant.drafts
-        if len(prompt) > longest:
+        return longest - max_tokens - 2 * self.variant.drafts
+
+    def _send(self, prompt, name, max_tokens, lora, **turn):
+        if len(prompt) > self._longest_prompt(max_tokens):  # the client begins anew
             prompt = text(0, 3 * BLOCK) + self._new_text(30)
         request: dict[str, Any] = {}
         if lora and self.variant.adapters:
@@ -368,7 +370,8 @@ class Traffic(RuleBasedStateMachine):
                 self.scheduler.programs("turn_end", name, fan.turn_id)
             self._check_endings()
             for _ in range(2):
-                self._send(self._next_prompt(name, "kept", 9), name, 3, 1)
+                prompt = self._next_prompt(name, "kept", 0)[: self._longest_prompt(3) - 9]
+                self._send(prompt + self._new_text(9), name, 3, 1)
                 self.settled[name] = self.live[-1].request
                 self._run_out()
 

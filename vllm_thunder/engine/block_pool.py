@@ -94,7 +94,7 @@ class ProgramBlockPool(BlockPool):
             for block in blocks:
                 self.metrics_collector.on_block_accessed(block)
         if self.hit_by is not None:
-            keys = [block.block_hash for block in blocks]
+            keys = [block._block_hash for block in blocks]  # not by its property: for every block
             if None in keys:  # null blocks in front of a sliding window
                 keys = [key for key in keys if key is not None]
             self.ledger.hold(self.hit_by, keys)
@@ -106,7 +106,7 @@ class ProgramBlockPool(BlockPool):
         stock: list[KVCacheBlock] = []
         hashed: list[KVCacheBlock] = []
         for block in ordered_blocks:
-            if block.ref_cnt == 1 and block.block_hash is not None and block.pool is self:
+            if block.ref_cnt == 1 and block._block_hash is not None and block.pool is self:
                 hashed.append(block)
             else:
                 stock.append(block)
@@ -119,8 +119,6 @@ class ProgramBlockPool(BlockPool):
             own += self._free_by_holder(hashed[len(hashed) - sharing :], owner, stock)
         else:
             own = self._free_by_holder(hashed, owner, stock)
-        for block in own:
-            block.ref_cnt = 0
         if own:
             assert owner is not None
             self.free_block_queue.append_owned(owner, own)

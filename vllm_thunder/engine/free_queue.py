@@ -243,7 +243,7 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
         )
 
     def _enter(self, run: _Run, blocks: list[KVCacheBlock]) -> None:
-        """Append and remember the run, in one loop: it runs for every block that is freed."""
+        """Append, with no reference left and its run remembered: a loop over all that is freed."""
         if not blocks:
             return
         run_of = self._run_of
@@ -253,6 +253,7 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
             block.prev_free_block = last
             last.next_free_block = block
             last = block
+            block.ref_cnt = 0
             run_of[block.block_id] = run
         last.next_free_block = tail
         tail.prev_free_block = last
@@ -272,7 +273,7 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
         cached = 0
         for block in blocks:
             self._run_of[block.block_id] = None
-            cached += block.block_hash is not None
+            cached += block._block_hash is not None
         self.evicted[run.kind] += cached
         if not run.num_free_blocks:
             if run.kind is EvictionClass.ACTIVE:

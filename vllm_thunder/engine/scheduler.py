@@ -35,7 +35,6 @@ from vllm_thunder.program.config import CONFIG_KEY, ThunderConfig
 from vllm_thunder.program.cost import ContextBlocks
 from vllm_thunder.program.decisions import Action, ActionKind, Memory
 from vllm_thunder.program.errors import IntegrityError, ThunderError
-from vllm_thunder.program.ledger import TurnEnd
 from vllm_thunder.program.policy import make_policy
 from vllm_thunder.program.program import Program, Status
 from vllm_thunder.program.table import ProgramTable
@@ -169,13 +168,16 @@ class ProgramScheduler(AsyncScheduler):
             pooled and request.status is RequestStatus.FINISHED_STOPPED
         )
         program.interrupted |= not completed
-        end = TurnEnd([])
-        if program.requests_running == 1:  # this one: it still counts
-            end = self.pool.ledger.end_turn(program, not program.interrupted)
-            self.pool.relocate(end.superseded)
-            self.status.replaced_contexts += end.replaced
-        if completed and not turn.one_off and not end.side_call:
-            self.table.learn_context(program, request.num_tokens, request.num_output_tokens)
+        if completed and not turn.one_off:
+            program.ended_context = (request.num_tokens, request.num_output_tokens)
+        if program.requests_running > 1:  # this one still counts
+            return
+        end = self.pool.ledger.end_turn(program, not program.interrupted)
+        self.pool.relocate(end.superseded)
+        self.status.replaced_contexts += end.replaced
+        if program.ended_context is not None and not end.side_call:
+            self.table.learn_context(program, *program.ended_context)
+        program.ended_context = None
 
     def _program_acts(self, program: Program, now: float) -> None:
         """Its last turn ended."""

@@ -41,7 +41,8 @@ class EngineStatus:
         self._policy = policy
         self._clock = clock
         self._memory = memory
-        self._counts: Counter[str] = Counter()
+        self._restores = 0
+        self._free_restores = 0
         self._wait_counts = [0] * (len(WAIT_BOUNDS) + 1)
         self._wait_sum = 0.0
         self.longest_wait = 0.0
@@ -59,10 +60,10 @@ class EngineStatus:
     def decided(self, action: Action) -> None:
         """The policy's action is about to be carried out."""
         program = action.program
-        self._counts[action.kind] += 1
-        if action.kind is ActionKind.RESTORE and program.keys:
+        if action.kind is ActionKind.RESTORE:
+            self._restores += 1
             held_keys = program.unique_blocks + program.shared_blocks
-            self._counts["free_restore"] += program.resident_blocks == held_keys
+            self._free_restores += program.resident_blocks == held_keys > 0
         logger.debug("%s %r: %s", action.kind, program, action.reason)
 
     # -- descriptions ------------------------------------------------------------------
@@ -152,8 +153,8 @@ class EngineStatus:
         return {
             "turns": table.turns_done,
             "pauses": table.pauses,
-            "restores": self._counts[ActionKind.RESTORE],
-            "free_restores": self._counts["free_restore"],
+            "restores": self._restores,
+            "free_restores": self._free_restores,
             "programs_created": table.created,
             "programs_released": table.released,
             "programs_expired": table.expired,

@@ -15,9 +15,13 @@ class ContextBlocks:
 
     def __init__(self, groups: Sequence[tuple[int, int | None]]):
         self._groups = tuple(groups)
+        #: Tokens of a block, where all layers keep all of a context: asked for at every decision.
+        self._only_block_size = groups[0][0] if len(groups) == 1 and groups[0][1] is None else None
 
     def __call__(self, tokens: float) -> int:
         """Blocks in use by one running request with ``tokens`` tokens of context."""
+        if self._only_block_size is not None:
+            return -int(-tokens // self._only_block_size)
         total = 0
         for block_size, kept in self._groups:
             blocks = ceil(tokens / block_size)
@@ -81,7 +85,7 @@ class PrefillCost:
     that only decode say nothing, a full prefill chunk says most.
     """
 
-    __slots__ = ("_nn", "_nq", "_nt", "_qq", "_qt", "_seconds", "_tokens")
+    __slots__ = ("_fitted", "_nn", "_nq", "_nt", "_qq", "_qt", "_seconds", "_tokens")
 
     #: Prompt tokens after which a step counts half.
     MEMORY_TOKENS = 50_000
@@ -89,12 +93,14 @@ class PrefillCost:
     def __init__(self) -> None:
         self._nn = self._nq = self._qq = self._nt = self._qt = 0.0
         self._tokens = self._seconds = 0.0
+        self._fitted: tuple[float, float] | None = None
 
     def add(self, tokens: int, positions: float, seconds: float) -> None:
         """Count one step with ``tokens`` prompt tokens, whose positions add up to ``positions``,
         that took ``seconds``."""
         if tokens <= 0 or seconds <= 0:
             return
+        self._fitted = None
         keep = 0.5 ** (tokens / self.MEMORY_TOKENS)
         self._nn = self._nn * keep + tokens * tokens
         self._nq = self._nq * keep + tokens * positions
@@ -113,7 +119,9 @@ class PrefillCost:
         """Time to prefill the tokens from position ``start`` to ``end``; None as above."""
         if not self._seconds:
             return None
-        per_token, per_position = self._fit()
+        if self._fitted is None:
+            self._fitted = self._fit()
+        per_token, per_position = self._fitted
         return per_token * (end - start) + per_position * (end * end - start * start) / 2
 
     def _fit(self) -> tuple[float, float]:

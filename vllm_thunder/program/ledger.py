@@ -109,6 +109,7 @@ class BlockLedger:
         """
         before, prefix, used = program.keys_before, program.prefix_used, program.used
         fresh = len(program.keys) - before
+        program.prefix_used, program.used = 0, set()
         if not completed or not (prefix or used or fresh):
             return TurnEnd([])
         stale = [key for key in islice(program.keys, prefix, before) if key not in used]

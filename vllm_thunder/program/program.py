@@ -76,6 +76,8 @@ class Program:
     pauses: int = 0
     #: Times that it was given a claim while it waited, the first time included.
     restores: int = 0
+    #: Tokens and output tokens of the last of the running turns' requests that ended normally.
+    ended_context: tuple[int, int] | None = None
     #: A request of the running turns ended before its prompt was computed.
     interrupted: bool = False
     #: It lost its claim after its first turn, before it came back.

@@ -54,6 +54,8 @@ class ThunderPolicy(FcfsPolicy):
         #: The same by the time at which they are due.
         self._due: Ranked[Program] = Ranked()
         self._capacity_tokens = inf
+        #: Since when the engine has had nothing to run; None: it has.
+        self._idle_since: float | None = None
         self._restore_gap = Ewma(prior=0.0, weight=0.1)
         self._last_restore: float | None = None
 
@@ -67,6 +69,7 @@ class ThunderPolicy(FcfsPolicy):
             self.acting.put(parent, (-parent.priority, now))
         if program.status is not Status.ACTIVE:
             return False
+        self._idle_since = None
         self.table.set_claim(program, self._claim(program))
         return True
 
@@ -116,6 +119,10 @@ class ThunderPolicy(FcfsPolicy):
 
     def reconcile(self, now: float, memory: Memory) -> list[Action]:
         self._capacity_tokens = self.blocks_of.tokens_in(memory.capacity_blocks)
+        if memory.busy:
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = now
         actions = self.expire(now)
         for action in actions:
             self.acting.discard(action.program)
@@ -249,7 +256,6 @@ class ThunderPolicy(FcfsPolicy):
             assert program.waiting_since is not None
             if slots <= 0:
                 break
-            waited = now - program.waiting_since
             borrowed = memory.borrowed_blocks(program)
             if restored is not None and restored.group == program.group is not None:
                 # The prompt that both share is about to be in memory.
@@ -264,8 +270,10 @@ class ThunderPolicy(FcfsPolicy):
                 break  # running turns reference the blocks: only their ends help
             reason = "its claim fits"
             if need > room:
-                rescue = not busy and waited >= self.config.idle_grace
-                chosen = self._victims(need - room, program, inf if due or rescue else now)
+                chosen = self._victims(need - room, program, inf if due else now)
+                rescue = not busy and now >= self._rescue_at(program)
+                if rescue and not due:
+                    chosen = self._victims(need - room, program, inf)
                 freed = sum(victim.claim for victim in chosen)
                 if need > room + freed + queueable and not rescue:
                     self._ask_to_yield(need - room - freed, program, due)
@@ -280,12 +288,26 @@ class ThunderPolicy(FcfsPolicy):
             program.goes_first = due
             actions.append(Action(ActionKind.RESTORE, program, reason))
             self._learn_restore(now)
+            self._idle_since = None
             room -= need
             free -= prompt
             slots -= len(program.held)
             busy = True
             restored = program
         return actions
+
+    def _rescue_at(self, program: Program) -> float:
+        """When ``program`` may displace acting programs because nothing runs.
+
+        The engine waits for ``idle_grace``: any of the programs that act may come back, and what is
+        displaced is computed again. While clients are new it is not known whether they come back
+        at all: then the turn, not the engine, has to have waited.
+        """
+        assert program.waiting_since is not None
+        first = next(iter(self.acting), None)
+        known = first is None or first.turns_done > 1
+        since = self._idle_since if known else program.waiting_since
+        return inf if since is None else since + self.config.idle_grace
 
     def _candidates(self, now: float) -> Iterator[tuple[Program, bool]]:
         """Waiting programs and whether they are due, in the order of their restore.
@@ -343,7 +365,7 @@ class ThunderPolicy(FcfsPolicy):
         assert first.waiting_since is not None
         ahead = [self._due.rank_of(first), self._due.next_rank(now, inf)]
         if not busy:
-            ahead.append(first.waiting_since + self.config.idle_grace)
+            ahead.append(self._rescue_at(first))
         lowest, _ = self.acting.first_rank((0, 0.0))
         ahead.append(self.acting.next_rank((lowest, now), (0, inf))[1])
         self.deadline = min([self.deadline, *(at for at in ahead if at > now)])
