@@ -50,6 +50,7 @@ OTHER_VALUES = {
     "max_wait": 12.5,
     "high_watermark": 0.99,
     "low_watermark": 0.5,
+    "interval": 2.0,
     "acting_half_life": 3.0,
     "idle_grace": 0.125,
     "retention": 99.0,

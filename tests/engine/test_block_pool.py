@@ -27,7 +27,7 @@ def reuse_order(engine):
 
 def pause(engine, program_id):
     program = engine.program(program_id)
-    engine.scheduler.policy.withdraw(program)
+    engine.scheduler.program_policy.withdraw(program)
     engine.pool.free_block_queue.program_paused(program)
 
 
@@ -217,8 +217,11 @@ def test_random_histories_keep_the_books(make_engine, seed):
             engine.scheduler.release_program(name)
         elif action < 0.40:
             engine.scheduler.reset_prefix_cache(reset_running_requests=rng.random() < 0.5)
-        elif action < 0.45 and (program := engine.program(name)) in engine.scheduler.policy.acting:
-            engine.scheduler.policy.withdraw(program)
+        elif (
+            action < 0.45
+            and (program := engine.program(name)) in engine.scheduler.program_policy.acting
+        ):
+            engine.scheduler.program_policy.withdraw(program)
             engine.pool.free_block_queue.program_paused(program)
         engine.step(rng.random() * 0.5)
         for name, request in list(live.items()):

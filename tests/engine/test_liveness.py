@@ -18,7 +18,7 @@ def test_a_deadline_that_is_hit_exactly_is_not_missed(tiny_model, arrival):
     request = engine.send(text(9, 9 * BLOCK), "p", max_tokens=2)
     engine.step()
     assert engine.scheduler.programs("get", "p")["held_turns"] == 1
-    engine.now = engine.scheduler.policy.deadline
+    engine.now = engine.scheduler.program_policy.deadline
     assert engine.now == arrival + 0.25
     engine.step()
     assert engine.scheduler.programs("get", "p")["held_turns"] == 0

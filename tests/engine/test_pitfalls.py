@@ -9,7 +9,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.engine.harness import BLOCK, text
 from vllm_thunder.engine.block_pool import ProgramBlockPool
-from vllm_thunder.program.policy import FcfsPolicy
+from vllm_thunder.program.fcfs import FcfsPolicy
 
 
 def test_connector_cleanup_is_not_confused_by_held_turns(make_engine):
@@ -93,7 +93,7 @@ def test_a_hit_changes_who_holds_a_paused_programs_block(make_engine):
     prompt = text(1, 8 * BLOCK)
     engine.turn(prompt + text(2, 10), "a")
     program = engine.program("a")
-    engine.scheduler.policy.withdraw(program)
+    engine.scheduler.program_policy.withdraw(program)
     engine.pool.free_block_queue.program_paused(program)
     before = program.unique_blocks
     engine.turn(prompt + text(3, 10), "b")
@@ -135,7 +135,7 @@ def test_pools_of_others_stay_vllms(make_engine):
 
 def test_a_model_without_prefix_caching_is_scheduled_in_stock_order(make_engine):
     engine = make_engine(blocks=40, caching=False)
-    assert type(engine.scheduler.policy) is FcfsPolicy
+    assert type(engine.scheduler.program_policy) is FcfsPolicy
     requests = [engine.send(text(i, 200), f"p{i}", max_tokens=3) for i in range(6)]
     engine.step()
     assert not engine.scheduler._held
@@ -263,7 +263,7 @@ def test_a_program_that_has_run_since_its_blocks_were_reused_is_not_paused(make_
     engine.turn(text(1, 90), "p")
     engine.send(text(2, 30), "q")
     engine.step()
-    assert program in engine.scheduler.policy.acting
+    assert program in engine.scheduler.program_policy.acting
     engine.run()
 
 
@@ -292,3 +292,32 @@ def test_a_rank_that_holds_all_its_turns_keeps_its_wave(make_engine):
     assert engine.scheduler.has_unfinished_requests()
     engine.run(request)
     assert not engine.scheduler.has_unfinished_requests()
+
+
+def test_no_name_of_ours_hides_one_of_vllms(make_engine):
+    """vLLM looks at its scheduler's and pool's attributes: ``policy`` is fcfs or priority."""
+    ours, stock = make_engine(), make_engine(scheduler=AsyncScheduler)
+    for mine, theirs in (
+        (ours.scheduler, stock.scheduler),
+        (ours.scheduler.kv_cache_manager, stock.scheduler.kv_cache_manager),
+        (ours.pool, stock.pool),
+    ):
+        for name, value in vars(theirs).items():
+            assert isinstance(getattr(mine, name), type(value)), name
+
+
+def test_priority_scheduling_preempts_the_lowest_priority(make_engine):
+    """Also of requests without a program, and of turns."""
+    for labelled in (False, True):
+        engine = make_engine(blocks=5, scheduling="priority")
+        low = engine.send(
+            text(1, 2 * BLOCK), "low" if labelled else None, max_tokens=20, request={"priority": 5}
+        )
+        engine.step()
+        high = engine.send(
+            text(2, 2 * BLOCK), "high" if labelled else None, max_tokens=20, request={"priority": 0}
+        )
+        for _ in range(60):
+            engine.step(0.3)
+        assert (high.num_preemptions, high.is_finished()) == (0, True)
+        engine.run(low)

@@ -73,16 +73,21 @@ class ProgramScheduler(AsyncScheduler):
             # Some models turn prefix caching off by themselves: nothing outlives a turn then.
             logger.warning("Prefix caching is off for this model: programs are scheduled as fcfs.")
             config = replace(config, policy="fcfs")
-        self.policy = make_policy(config, self.table, self.blocks_of)
+        # Not "policy": that is vLLM's own, fcfs or priority.
+        self.program_policy = make_policy(config, self.table, self.blocks_of)
         self.status = EngineStatus(
-            self.table, self.pool, self.policy, clock=lambda: self.clock(), memory=self.memory
+            self.table,
+            self.pool,
+            self.program_policy,
+            clock=lambda: self.clock(),
+            memory=self.memory,
         )
         self._held: dict[str, Request] = {}
         self._held_grammars: dict[str, Request] = {}  # those of them whose grammar may be an error
         self._unlabelled = UnlabelledBlocks(self.kv_cache_manager.coordinator.single_type_managers)
         self._changed = False
         self._prompts = HeldPrompts(self._held, self.pool, self.block_size)
-        self._step_times = StepTimes(self.policy.prefill, 1 + self.num_spec_tokens)
+        self._step_times = StepTimes(self.program_policy.prefill, 1 + self.num_spec_tokens)
 
     # -- turns arrive and end ----------------------------------------------------------
 
@@ -106,7 +111,7 @@ class ProgramScheduler(AsyncScheduler):
         # Transferred KV must be taken when it comes, and a streaming session keeps its slot and
         # its blocks while it waits for input: neither can be held.
         holdable = request.kv_transfer_params is None and not request.resumable
-        if self.policy.admit(program, now):
+        if self.program_policy.admit(program, now):
             self._admit(request, program)
         elif holdable:
             self._hold(request, program, now)
@@ -119,7 +124,7 @@ class ProgramScheduler(AsyncScheduler):
         if request.structured_output_request is not None:
             self._held_grammars[request.request_id] = request
         self.table.request_held(program, request.request_id, now)
-        self.policy.waits(program, now)
+        self.program_policy.waits(program, now)
         self._changed = True
 
     def _admit(self, request: Request, program: Program) -> None:
@@ -133,7 +138,7 @@ class ProgramScheduler(AsyncScheduler):
         self.status.waited(now - (program.waiting_since or now))
         self.table.request_unheld(program, request_id, now)
         if not program.held:
-            self.policy.waits_no_more(program)
+            self.program_policy.waits_no_more(program)
         self._held_grammars.pop(request_id, None)
         return self._held.pop(request_id)
 
@@ -185,7 +190,7 @@ class ProgramScheduler(AsyncScheduler):
             self.table.released += 1
             self._release(program)
             return
-        for action in self.policy.acts(program, now):
+        for action in self.program_policy.acts(program, now):
             self._carry_out(action, now)
 
     # -- decisions ---------------------------------------------------------------------
@@ -195,10 +200,10 @@ class ProgramScheduler(AsyncScheduler):
         self.pool.free_block_queue.now = now
         if self._held_grammars:
             self._surface_grammar_errors(now)
-        if self._changed or now >= self.policy.deadline:
+        if self._changed or now >= self.program_policy.deadline:
             self._reconcile(now)
         output = super().schedule(throttle_prefills)
-        if self.waiting and self._unlabelled and self.policy.holds:
+        if self.waiting and self._unlabelled and self.program_policy.holds:
             self._hold_again_what_blocks(now)
         if output.total_num_scheduled_tokens:
             self._step_times.scheduled(output, self.requests, now)
@@ -225,13 +230,13 @@ class ProgramScheduler(AsyncScheduler):
     def _reconcile(self, now: float) -> None:
         self._changed = False
         for program in self.pool.free_block_queue.take_emptied():
-            for action in self.policy.lost_blocks(program):
+            for action in self.program_policy.lost_blocks(program):
                 self._carry_out(action, now)
         memory = self.memory()
         if self._pause_state is PauseState.UNPAUSED:
-            actions = self.policy.reconcile(now, memory)
+            actions = self.program_policy.reconcile(now, memory)
         else:
-            actions = self.policy.expire(now)
+            actions = self.program_policy.expire(now)
         for action in actions:
             self._carry_out(action, now)
 
@@ -276,7 +281,7 @@ class ProgramScheduler(AsyncScheduler):
                 return
             self.waiting.pop_request()
             if program.requests_running == 1 and program.status is Status.ACTIVE:
-                self.policy.withdraw(program)
+                self.program_policy.withdraw(program)
                 self.pool.free_block_queue.program_paused(program)
             self._hold(request, program, program.waited_since or now)
 
@@ -286,7 +291,7 @@ class ProgramScheduler(AsyncScheduler):
         Costs only grow while a turn runs, so the dearest one is never the victim of another: it
         ends, and two turns cannot push each other out for ever.
         """
-        if not self.policy.holds or len(self._unlabelled) == len(self.requests):
+        if not self.program_policy.holds or len(self._unlabelled) == len(self.requests):
             return super()._choose_preemption_victim(request, pinned)
         candidates = (
             each
@@ -313,11 +318,11 @@ class ProgramScheduler(AsyncScheduler):
 
     def _activate(self, program: Program, now: float) -> None:
         if program.status is not Status.ACTIVE:
-            self.policy.activate(program, now)
+            self.program_policy.activate(program, now)
             self.pool.free_block_queue.program_restored(program)
 
     def _release(self, program: Program) -> None:
-        self.policy.forget(program)
+        self.program_policy.forget(program)
         self.table.release(program)
         self.pool.relocate(self.pool.ledger.release(program))
         self._changed = True
@@ -368,7 +373,7 @@ class ProgramScheduler(AsyncScheduler):
         program = self.table.get(program_id)
         if program is not None:
             program.tool = tool_name
-            self.policy.tool_known(program)
+            self.program_policy.tool_known(program)
         return {"program_id": program_id, "known": program is not None}
 
     # -- what the engine core asks -----------------------------------------------------
@@ -391,7 +396,7 @@ class ProgramScheduler(AsyncScheduler):
             return 0.0
         if self.running or self.waiting or self.kv_holding_waiting or self.finished_req_ids:
             return 0.0
-        nap = min(self.policy.deadline - self.clock(), LONGEST_NAP_SECONDS)
+        nap = min(self.program_policy.deadline - self.clock(), LONGEST_NAP_SECONDS)
         if self._held_grammars:
             nap = min(nap, GRAMMAR_POLL_SECONDS)
         return max(nap, 0.0)
@@ -399,12 +404,12 @@ class ProgramScheduler(AsyncScheduler):
     def idle_timeout(self) -> float | None:
         """Does what is due without a step; seconds until it is to be asked again, None: never."""
         now = self.clock()
-        if self._changed or now >= self.policy.deadline:
+        if self._changed or now >= self.program_policy.deadline:
             self._reconcile(now)
-        if self.policy.deadline == inf:
+        if self.program_policy.deadline == inf:
             return None
         # Retention is a client's number: a wait has to fit into what a lock can wait for.
-        return min(max(self.policy.deadline - now, 0.001), LONGEST_SLEEP_SECONDS)
+        return min(max(self.program_policy.deadline - now, 0.001), LONGEST_SLEEP_SECONDS)
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         super().set_pause_state(pause_state)
@@ -425,7 +430,7 @@ class ProgramScheduler(AsyncScheduler):
     def check_integrity(self) -> None:
         """The books of turns, programs and blocks agree; raises IntegrityError."""
         self.table.check_integrity()
-        self.policy.check_integrity()
+        self.program_policy.check_integrity()
         self.pool.check_integrity()
         self.status.check_integrity(self._held)
 

@@ -305,7 +305,9 @@ class ThunderPolicy(FcfsPolicy):
         """
         assert program.waiting_since is not None
         first = next(iter(self.acting), None)
-        known = first is None or first.turns_done > 1
+        if first is None:  # nobody else could use the memory
+            return -inf
+        known = first.turns_done > 1
         since = self._idle_since if known else program.waiting_since
         return inf if since is None else since + self.config.idle_grace
 
