@@ -69,10 +69,10 @@ def serve_with(
                 "tests.serving.middleware.IntegrityMiddleware",
                 *flags,
             ),
+            dev_mode=True,
         )
         log = tmp_path_factory.mktemp("server") / "server.log"
         with pytest.MonkeyPatch.context() as environment:
-            environment.setenv("VLLM_SERVER_DEV_MODE", "1")
             environment.setenv("PYTHONPATH", str(repo_root))
             before = set(psutil.Process().children())
             with running_server(spec, log) as url:

@@ -23,6 +23,8 @@ __all__ = ["ThunderPolicy"]
 
 #: Seconds for which an acting program keeps its claim before any prefill was measured.
 _HOLD_PRIOR_SECONDS = 5.0
+#: Tool times that have to be seen before claims lapse by them.
+_FEWEST_TOOL_TIMES = 8
 #: While turns are held a decision is made at least this often (the paper's Δt is 5 s).
 _TICK_SECONDS = 1.0
 #: A turn that has waited this share of ``max_wait``, or of its own deadline, is due: it goes
@@ -219,8 +221,11 @@ class ThunderPolicy(FcfsPolicy):
         if prefill is None or self._capacity_tokens == inf:
             hold = _HOLD_PRIOR_SECONDS
         else:
-            price = prefill * self._capacity_tokens / tokens
-            hold = self.table.tool_times.hold_seconds(price, program.tool, program.tool_times)
+            # With too few tool times to go by, hold for as long as computing again would cost: at
+            # most twice the cost of knowing them (ski rental).
+            hold = prefill * self._capacity_tokens / tokens
+            if self.table.tool_times.samples >= _FEWEST_TOOL_TIMES:
+                hold = self.table.tool_times.hold_seconds(hold, program.tool, program.tool_times)
         self.acting.put(program, (-program.priority, program.idle_since + hold))
 
     # -- the steps ---------------------------------------------------------------------
@@ -299,17 +304,16 @@ class ThunderPolicy(FcfsPolicy):
     def _rescue_at(self, program: Program) -> float:
         """When ``program`` may displace acting programs because nothing runs.
 
-        The engine waits for ``idle_grace``: any of the programs that act may come back, and what is
-        displaced is computed again. While clients are new it is not known whether they come back
-        at all: then the turn, not the engine, has to have waited.
+        Both the turn and the engine wait for ``idle_grace``: any of the programs that act may come
+        back, and what is displaced is computed again. While clients are new it is not known whether
+        they come back at all: then it is enough that the turn has waited.
         """
         assert program.waiting_since is not None
         first = next(iter(self.acting), None)
-        if first is None:  # nobody else could use the memory
-            return -inf
-        known = first.turns_done > 1
-        since = self._idle_since if known else program.waiting_since
-        return inf if since is None else since + self.config.idle_grace
+        since = program.waiting_since
+        if first is not None and first.turns_done > 1:
+            since = max(since, inf if self._idle_since is None else self._idle_since)
+        return since + self.config.idle_grace
 
     def _candidates(self, now: float) -> Iterator[tuple[Program, bool]]:
         """Waiting programs and whether they are due, in the order of their restore.

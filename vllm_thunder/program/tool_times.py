@@ -100,6 +100,11 @@ class ToolTimes:
         self._tools: dict[str, _Histogram] = {}
         self._mean_log = 0.0
 
+    @property
+    def samples(self) -> int:
+        """Tool times seen."""
+        return self._overall.samples
+
     def add(self, seconds: float, tool: str | None, usual: "ProgramTimes") -> None:
         """A program acted for ``seconds`` while ``tool`` (None: not told) ran."""
         bucket = _bucket(seconds)
