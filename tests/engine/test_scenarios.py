@@ -261,7 +261,7 @@ def test_scenario_23_weights_are_updated_while_programs_are_paused(make_worked, 
 
 
 def test_scenario_24_an_image_counts_by_its_tokens(make_worked):
-    """5 MB of pixels that stand for 300 placeholder tokens."""
+    """5 MB of pixels that stand for 300 tokens of the prompt."""
     engine = make_worked(blocks=100)
     engine.scheduler.max_num_encoder_input_tokens = 2048
     engine.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=2048)

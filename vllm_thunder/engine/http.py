@@ -209,7 +209,7 @@ class _Edge:
     async def _end_turn(self, turn: Turn) -> None:
         try:
             await self._programs.end_turn(turn.program_id, turn.turn_id)
-        except Exception:
+        except Exception:  # a dead engine raises anything, and nobody waits for this task
             logger.exception("The engine was not told that turn %s is over", turn.turn_id)
 
     def _guarded(self, routes: ASGIApp) -> ASGIApp:

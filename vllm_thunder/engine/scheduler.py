@@ -179,7 +179,7 @@ class ProgramScheduler(AsyncScheduler):
             return
         end = self.pool.ledger.end_turn(program, not program.interrupted)
         self.pool.relocate(end.superseded)
-        self.status.replaced_contexts += end.replaced
+        self.status.hit_rate_collapses += end.replaced
         if program.ended_context is not None and not end.side_call:
             self.table.learn_context(program, *program.ended_context)
         program.ended_context = None
@@ -281,8 +281,8 @@ class ProgramScheduler(AsyncScheduler):
                 return
             self.waiting.pop_request()
             if program.requests_running == 1 and program.status is Status.ACTIVE:
-                self.program_policy.withdraw(program)
-                self.pool.free_block_queue.program_paused(program)
+                for action in self.program_policy.withdraw(program):
+                    self._carry_out(action, now)
             self._hold(request, program, program.waited_since or now)
 
     def _choose_preemption_victim(self, request: Request, pinned: Container[str]) -> Request:

@@ -47,7 +47,7 @@ class EngineStatus:
         self._wait_sum = 0.0
         self.longest_wait = 0.0
         #: Turns that continued next to nothing of their program's context.
-        self.replaced_contexts = 0
+        self.hit_rate_collapses = 0
 
     # -- the scheduler tells -----------------------------------------------------------
 
@@ -159,7 +159,7 @@ class EngineStatus:
             "programs_released": table.released,
             "programs_expired": table.expired,
             "programs_evicted": table.evicted,
-            "program_hit_rate_collapses": self.replaced_contexts,
+            "program_hit_rate_collapses": self.hit_rate_collapses,
         }
 
     def _longest_wait_now(self) -> float:

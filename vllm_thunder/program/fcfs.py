@@ -56,8 +56,9 @@ class FcfsPolicy:
         """The last free block of an active program was reused by somebody else."""
         return []
 
-    def withdraw(self, program: Program) -> None:
+    def withdraw(self, program: Program) -> list[Action]:
         """The engine could not run an active program's turn: it has to be restored again."""
+        return []
 
     def forget(self, program: Program) -> None:
         """The program is about to be released."""

@@ -50,11 +50,6 @@ class BlockLedger:
         """Keys with at least one holder."""
         return len(self._holders)
 
-    @property
-    def holder_of(self) -> Callable[[_Key], "Program | set[Program] | None"]:
-        """:meth:`holder` for loops over blocks, without the cost of a method."""
-        return self._holders.get
-
     def holder(self, key: _Key) -> Program | set[Program] | None:
         """None, the only holder, or the set of holders (two or more)."""
         return self._holders.get(key)

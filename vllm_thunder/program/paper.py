@@ -44,8 +44,8 @@ class PaperPolicy(FcfsPolicy):
             return []
         return [self._pause(program)]
 
-    def withdraw(self, program: Program) -> None:
-        self._pause(program)
+    def withdraw(self, program: Program) -> list[Action]:
+        return [self._pause(program)]
 
     def reconcile(self, now: float, memory: Memory) -> list[Action]:
         actions = self.expire(now)

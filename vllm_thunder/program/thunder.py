@@ -111,8 +111,8 @@ class ThunderPolicy(FcfsPolicy):
             return []
         return [self._pause(program, "its blocks were reused")]
 
-    def withdraw(self, program: Program) -> None:
-        self._pause(program, "its turn did not fit")
+    def withdraw(self, program: Program) -> list[Action]:
+        return [self._pause(program, "its turn did not fit")]
 
     def forget(self, program: Program) -> None:
         self.acting.discard(program)
@@ -275,10 +275,8 @@ class ThunderPolicy(FcfsPolicy):
                 break  # running turns reference the blocks: only their ends help
             reason = "its claim fits"
             if need > room:
-                chosen = self._victims(need - room, program, inf if due else now)
                 rescue = not busy and now >= self._rescue_at(program)
-                if rescue and not due:
-                    chosen = self._victims(need - room, program, inf)
+                chosen = self._victims(need - room, program, inf if due or rescue else now)
                 freed = sum(victim.claim for victim in chosen)
                 if need > room + freed + queueable and not rescue:
                     self._ask_to_yield(need - room - freed, program, due)
