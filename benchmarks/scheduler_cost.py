@@ -4,12 +4,13 @@
 
 1,000 programs in a closed loop: 256 of their turns run, the others wait or act; 50,000 KV blocks
 of 16 tokens; about ten turns end in every step and as many arrive. vLLM's ``AsyncScheduler`` and
-``ProgramScheduler`` are stepped through the same programs, each in processes of its own (in one
-process the interpreter could not specialise its bytecode for either), in alternating order. Taken
-is the CPU time of ``schedule()`` plus ``update_from_output()``, and apart from it that of
-``add_request()``; the result is the median over the pairs. Two loads: ``fits`` (all contexts fit
-into the pool, so that both schedulers do the same work) and ``tight`` (they are twice as large as
-the pool: turns are held, paused and restored, and stock vLLM prefills again instead).
+``ProgramScheduler`` are stepped through the same programs, each in a process of its own (in one
+process the interpreter could not specialise its bytecode for either). The two take turns of a few
+steps, so that what else the machine does meets both alike. Taken is the CPU time of ``schedule()``
+plus ``update_from_output()``, and apart from it that of ``add_request()``; the result is the median
+over the pairs of processes. Two loads: ``fits`` (all contexts fit into the pool, so that both
+schedulers do the same work) and ``tight`` (they are twice as large as the pool: turns are held,
+paused and restored, and stock vLLM prefills again instead).
 """
 
 import argparse
@@ -37,8 +38,10 @@ RUNNING = 256
 BLOCKS = 50_000
 OUTPUT_TOKENS = 25
 STEP_SECONDS = 0.03
-#: Blocks of a program's context on average: all of them fit, or are twice as much as there is.
-LOADS = {"fits": 45, "tight": 100}
+#: Steps of one process before the other's turn.
+TURN_STEPS = 20
+#: Most blocks of a new context; all contexts together fit, or are twice as much as there is.
+LOADS = {"fits": 36, "tight": 100}
 SCHEDULERS = {"stock": AsyncScheduler, "thunder": ProgramScheduler}
 
 
@@ -124,48 +127,83 @@ class ClosedLoop:
         self._due.setdefault(self.steps + pause, []).append(program_id)
 
 
-def run_one(kind: str, load: str, steps: int, warm_up: int) -> dict[str, Any]:
-    """One kind through one load, in this process."""
+class Child:
+    """One kind under one load in a process of its own, stepped from here."""
+
+    def __init__(self, kind: str, load: str):
+        command = [sys.executable, __file__, "--child", kind, load]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def step(self, steps: int) -> float:
+        """CPU seconds that the scheduler took for so many steps."""
+        return float(self._ask(str(steps))["seconds"])
+
+    def finish(self) -> dict[str, Any]:
+        """What the process saw since its first step; it ends."""
+        result = self._ask("finish")
+        if self._process.wait() != 0:
+            raise SystemExit("a child failed")
+        return result
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def _ask(self, line: str) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(line, file=self._process.stdin, flush=True)
+        for answer in self._process.stdout:
+            if answer.startswith("{"):  # else a line that vLLM logs
+                result: dict[str, Any] = json.loads(answer)
+                return result
+        raise SystemExit(f"a child ended with status {self._process.wait()}")
+
+
+def serve_child(kind: str, load: str) -> None:
+    """The other end of ``Child``. Garbage is collected between what is timed."""
     loop = ClosedLoop(SCHEDULERS[kind], LOADS[load], PROGRAMS)
-    for _ in range(warm_up):
-        loop.step()
-    loop.running.clear()
-    loop.turn_ends, loop.prefilled, loop.add_seconds = 0, 0, 0.0
-    gc.collect()
     gc.disable()
-    seconds = 0.0
-    for step in range(steps):
-        seconds += loop.step()
-        if step % 100 == 0:
-            gc.collect()  # not in what is timed
+    for line in sys.stdin:
+        if line.strip() == "finish":
+            break
+        gc.collect()
+        seconds = sum(loop.step() for _ in range(int(line)))
+        print(json.dumps({"seconds": seconds}), flush=True)
     result = {
-        "ms_per_step": 1e3 * seconds / steps,
-        "add_request_us": 1e6 * loop.add_seconds / max(loop.turn_ends, 1),
+        "add_request_us": 1e6 * loop.add_seconds / loop.turn_ends,
         "running": statistics.mean(loop.running),
-        "turn_ends_per_step": loop.turn_ends / steps,
-        "prefilled_tokens_per_step": loop.prefilled / steps,
+        "turn_ends_per_step": loop.turn_ends / loop.steps,
+        "prefilled_tokens_per_step": loop.prefilled / loop.steps,
     }
     if kind == "thunder":
         loop.engine.check()
         table = loop.engine.scheduler.table
         acting = sum(p.phase is Phase.ACTING for p in table)
         result |= {"waiting": len(table.waiting), "acting": acting, "pauses": table.pauses}
-    return result
+    print(json.dumps(result), flush=True)
 
 
 def compare(load: str, pairs: int, steps: int, warm_up: int) -> dict[str, Any]:
-    """Both kinds through one load, ``pairs`` times in alternating order."""
+    """Both kinds through one load, ``pairs`` times."""
     runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in SCHEDULERS}
-    for pair in range(pairs):
-        for kind in list(SCHEDULERS)[:: -1 if pair % 2 else 1]:
-            arguments = [kind, load, str(steps), str(warm_up)]
-            child = subprocess.run(
-                [sys.executable, __file__, "--one", *arguments],
-                stdout=subprocess.PIPE,
-                text=True,
-                check=True,
-            )
-            runs[kind].append(json.loads(child.stdout.splitlines()[-1]))
+    for _ in range(pairs):
+        children = {kind: Child(kind, load) for kind in SCHEDULERS}
+        try:
+            for child in children.values():
+                child.step(warm_up)
+            seconds = dict.fromkeys(children, 0.0)
+            for turn in range(steps // TURN_STEPS):
+                for kind in list(children)[:: -1 if turn % 2 else 1]:
+                    seconds[kind] += children[kind].step(TURN_STEPS)
+            for kind, child in children.items():
+                ms_per_step = 1e3 * seconds[kind] / (steps // TURN_STEPS * TURN_STEPS)
+                runs[kind].append({"ms_per_step": ms_per_step, **child.finish()})
+        finally:
+            for child in children.values():
+                child.kill()
     ratios = [
         thunder["ms_per_step"] / stock["ms_per_step"]
         for stock, thunder in zip(runs["stock"], runs["thunder"], strict=True)
@@ -180,11 +218,10 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--one", nargs=4, metavar="X", help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.one:
-        kind, load, steps, warm_up = args.one
-        print(json.dumps(run_one(kind, load, int(steps), int(warm_up))))
+    if args.child:
+        serve_child(*args.child)
         return
     results = []
     for load in args.loads:

@@ -87,14 +87,20 @@ def _roomy_figures(report: dict[str, Any], runs: Runs) -> dict[str, float]:
     }
 
 
-def _scheduler_figures(report: dict[str, Any], _runs: Runs) -> dict[str, float]:
-    return {result["load"]: result["overhead"] for result in report["results"]}
+def _instruction_figures(report: dict[str, Any], _runs: Runs) -> dict[str, float]:
+    return {
+        "overhead": report["overhead"],
+        **{
+            f"{kind}_instructions": report[kind]["instructions_per_step"]
+            for kind in ("stock", "thunder")
+        },
+    }
 
 
 ROOMY_COST = Script("roomy_cost.py", (), seconds=20, figures=_roomy_figures)
 SCHEDULER_COST = Script(
-    "scheduler_cost.py",
-    ("--steps", "2000", "--pairs", "2"),
-    seconds=240,
-    figures=_scheduler_figures,
+    "scheduler_instructions.py",
+    ("--steps", "2000"),
+    seconds=290,
+    figures=_instruction_figures,
 )

@@ -285,10 +285,7 @@ ROWS: tuple[Row, ...] = (
         "scheduler",
         "cost of the scheduler itself: 1,000 programs, 256 running, no model",
         (),
-        (
-            FactBar("over AsyncScheduler, all contexts fit", "fits", Limit(at_most=0.05)),
-            FactBar("over AsyncScheduler, half of them fit", "tight", Limit(at_most=0.05)),
-        ),
+        (FactBar("instructions over AsyncScheduler's", "overhead", Limit(at_most=0.05)),),
         seeds=(),
         script=SCHEDULER_COST,
     ),

@@ -87,9 +87,7 @@ class ProgramBlockPool(BlockPool):
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         # All of vLLM's own, which takes free blocks out of the queue one by one.
-        self.free_block_queue.remove_n([b for b in blocks if b.ref_cnt == 0 and not b.is_null])
-        for block in blocks:
-            block.ref_cnt += 1
+        self.free_block_queue.reference_n(blocks)
         if self.metrics_collector:
             for block in blocks:
                 self.metrics_collector.on_block_accessed(block)

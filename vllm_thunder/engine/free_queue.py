@@ -14,7 +14,7 @@ Without programs only ``spent`` and ``unlabelled`` are ever filled, and the orde
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from itertools import chain
 
@@ -68,11 +68,14 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
         self._unlabelled = _Run([], None, EvictionClass.UNLABELLED)
         self._shared = _Run([], None, EvictionClass.SHARED)
         self._runs: dict[Program, _Run] = {}
+        #: Empty runs: at every turn end one is needed, and to build one takes a while.
+        self._spare: list[_Run] = []
         # Active programs' runs in order of growth, oldest first; paused ones by rank.
         self._active: dict[_Run, None] = {}
         self._paused: list[_Run] = []
         self._paused_count = 0
         self._emptied: list[Program] = []
+        #: By block id: where a block is, or was when it was free the last time.
         self._run_of: list[_Run | None] = [None] * pool_size
         for block in blocks:
             self._run_of[block.block_id] = self._spent
@@ -106,27 +109,32 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
         if run is None:
             raise RuntimeError(f"remove() called on a block that is not free: {block}")
         run.remove(block)
-        self._run_of[block.block_id] = None
         self.num_free_blocks -= 1
         if not run.num_free_blocks:
             self._forget(run)
 
-    def remove_n(self, blocks: list[KVCacheBlock]) -> None:
-        """Take free blocks out, wherever they are; they look like blocks of no list."""
+    def reference_n(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Add a reference to each block; those that were free leave the queue.
+
+        One loop over every block of every prefix-cache hit. Blocks of a context were freed one
+        after the other, so they mostly leave as one stretch of a run, which is cut out at its ends.
+        """
         run_of = self._run_of
         run: _Run | None = None
+        before: KVCacheBlock | None = None  # the neighbours of the stretch
+        after: KVCacheBlock | None = None
         taken = 0
         for block in blocks:
-            if run_of[block.block_id] is not run:
-                self._taken_from(run, taken)
-                run, taken = run_of[block.block_id], 0
-            before, after = block.prev_free_block, block.next_free_block
-            before.next_free_block = after
-            after.prev_free_block = before
-            block.prev_free_block = block.next_free_block = None
-            run_of[block.block_id] = None
-            taken += 1
-        self._taken_from(run, taken)
+            if not block.ref_cnt and not block.is_null:
+                if block is not before:
+                    self._cut(run, before, after, taken)
+                    run, taken = run_of[block.block_id], 0
+                    after = block.next_free_block
+                before = block.prev_free_block
+                block.prev_free_block = block.next_free_block = None
+                taken += 1
+            block.ref_cnt += 1
+        self._cut(run, before, after, taken)
 
     def append(self, block: KVCacheBlock) -> None:
         self.append_n([block])
@@ -170,7 +178,9 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
             return
         run = self._runs.get(program)
         if run is None:
-            run = self._runs[program] = _Run([], program, EvictionClass.ACTIVE)
+            run = self._spare.pop() if self._spare else _Run([], None, EvictionClass.ACTIVE)
+            run.owner, run.kind = program, EvictionClass.ACTIVE
+            self._runs[program] = run
             if program.status is Status.PAUSED:
                 self._add_paused(run, program)
         if run.kind is EvictionClass.ACTIVE:
@@ -260,9 +270,18 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
         run.num_free_blocks += len(blocks)
         self.num_free_blocks += len(blocks)
 
-    def _taken_from(self, run: _Run | None, blocks: int) -> None:
-        if run is None:
+    def _cut(
+        self,
+        run: _Run | None,
+        before: KVCacheBlock | None,
+        after: KVCacheBlock | None,
+        blocks: int,
+    ) -> None:
+        """``blocks`` blocks left ``run`` between two that stay, or its ends."""
+        if run is None or before is None or after is None:
             return
+        before.next_free_block = after
+        after.prev_free_block = before
         self.num_free_blocks -= blocks
         run.num_free_blocks -= blocks
         if not run.num_free_blocks:
@@ -272,7 +291,6 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
         self.num_free_blocks -= len(blocks)
         cached = 0
         for block in blocks:
-            self._run_of[block.block_id] = None
             cached += block._block_hash is not None
         self.evicted[run.kind] += cached
         if not run.num_free_blocks:
@@ -289,6 +307,8 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
             self._remove_paused(run)
         else:
             del self._active[run]
+        run.owner = None
+        self._spare.append(run)
 
     def _add_paused(self, run: _Run, program: Program) -> None:
         run.kind = EvictionClass.PAUSED

@@ -69,7 +69,10 @@ class Ranked(Generic[_Item]):
             self._remove(entry)
         self._added += 1  # no two entries tie: items are never compared
         self._entry_of[item] = entry = (rank, self._added, item)
-        insort(self._entries, entry)
+        if not self._entries or self._entries[-1] < entry:
+            self._entries.append(entry)  # times mostly come in order
+        else:
+            insort(self._entries, entry)
 
     def discard(self, item: _Item) -> None:
         """Remove ``item`` if it is there."""
