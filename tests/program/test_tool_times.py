@@ -24,9 +24,11 @@ def learn(times, *, half_life=1.0, tool=None, usual=None):
 
 
 def test_before_anything_is_seen_tools_end_by_the_decay_score():
-    # Memoryless tools of mean 1.44 s: worth waiting for if recomputing takes longer, for ever.
+    # Memoryless tools of mean 1.44 s are worth waiting for if recomputing takes longer: for as long
+    # as the chance is good enough that the program has not just ended, one in 64 before anything is
+    # seen. The hazard falls to 1/10 a second after 8.5 s, which a bucket tells to a half octave.
     learned = ToolTimes(half_life=1.0)
-    assert learned.hold_seconds(10.0, None, ProgramTimes()) > 10.0
+    assert 6.0 < learned.hold_seconds(10.0, None, ProgramTimes()) < 12.0
     assert learned.hold_seconds(0.1, None, ProgramTimes()) == 0.0
 
 
@@ -67,6 +69,38 @@ def test_a_program_whose_tools_take_longer_than_usual_is_held_for_longer():
         learned.add(rng.lognormvariate(1.0, 0.3), None, slow)
     assert learned.hold_seconds(20.0, None, slow) > 3.0
     assert learned.hold_seconds(1.0, None, usual) < 1.0
+
+
+def test_programs_that_end_without_a_word_are_waited_for_less():
+    """One in eight never comes back: nobody holds for it as for tools of which all end."""
+    rng = random.Random(3)
+    released, silent = ToolTimes(1.0), ToolTimes(1.0)
+    for turn in range(400):
+        seconds = rng.lognormvariate(0.3, 0.8)
+        for learned in (released, silent):
+            if learned is silent and turn % 8 == 7:
+                learned.lost()
+            else:
+                learned.add(seconds, None, ProgramTimes())
+    assert released.returning > 0.98
+    assert silent.returning == pytest.approx(7 / 8, abs=0.02)
+    price = 6.0
+    times = [rng.lognormvariate(0.3, 0.8) for _ in range(700)] + [1e9] * 100
+    hold = silent.hold_seconds(price, None, ProgramTimes())
+    assert hold < released.hold_seconds(price, None, ProgramTimes())
+    assert cost_of(hold, price, times) <= 1.1 * best_cost(price, times)
+
+
+def test_a_program_that_counted_as_lost_can_be_found():
+    learned = learn([1.0] * 50)
+    before = learned.returning
+    learned.lost()
+    assert learned.returning < before
+    learned.found()
+    learned.add(100.0, None, ProgramTimes())
+    assert learned.returning >= before
+    assert learn([]).patience == float("inf")
+    assert learn([1.0] * 50).patience >= 2.0
 
 
 def test_what_is_learned_follows_a_change():

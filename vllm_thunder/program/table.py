@@ -34,6 +34,8 @@ class ProgramTable:
         self._programs: dict[str, Program] = {}
         # Without a turn in flight; the one whose last turn ended the longest ago comes first.
         self._idle: dict[Program, None] = {}
+        # Those of them whose next turn is expected, in the same order.
+        self._expected: dict[Program, None] = {}
         # The idle ones by the time at which their retention ends.
         self._expiries: Ranked[Program] = Ranked()
         self._children: dict[str, dict[str, None]] = {}
@@ -133,6 +135,10 @@ class ProgramTable:
         if not program.turns_done:
             return
         tool = turn.tool or program.tool
+        if program in self._expected:
+            del self._expected[program]
+        else:
+            self.tool_times.found()
         self.tool_times.add(now - program.idle_since, tool, program.tool_times)
         if program.turns_done == 1:
             self.returns.add(1.0)
@@ -189,6 +195,8 @@ class ProgramTable:
         program.deadline_seconds = None
         program.prompt_tokens = 0
         self._rests(program, now)
+        self._expected[program] = None
+        self._learn_losses(now)
         if program.parent_id is not None:
             self._keep_ancestors(program, now)
         return True
@@ -198,6 +206,16 @@ class ProgramTable:
         self._idle.pop(program, None)
         self._idle[program] = None
         self._expiries.put(program, now + self.retention_of(program))
+
+    def _learn_losses(self, now: float) -> None:
+        """Programs that do not come back are missed: most have ended and were not released."""
+        patience = self.tool_times.patience
+        while self._expected:
+            first = next(iter(self._expected))
+            if now - first.idle_since <= patience:
+                return
+            del self._expected[first]
+            self.tool_times.lost()
 
     def _keep_ancestors(self, program: Program, now: float) -> None:
         """A program waits for the sub-agents that it started: their turns count as its own."""
@@ -271,6 +289,7 @@ class ProgramTable:
             raise IntegrityError(f"{program!r} has turns in flight and cannot be released")
         del self._programs[program.program_id]
         self._idle.pop(program, None)
+        self._expected.pop(program, None)
         self._expiries.discard(program)
         self._leave_parent(program)
         if program.status is Status.ACTIVE:
@@ -316,7 +335,8 @@ class ProgramTable:
         """Raise IntegrityError where the indexes and the records disagree."""
         problems = []
         programs = set(self)
-        if stray := (self.active.keys() | self.waiting.keys() | self._idle.keys()) - programs:
+        indexed = {*self.active, *self.waiting, *self._idle, *self._expected}
+        if stray := indexed - programs:
             problems.append(f"{stray} are indexed but not in the table")
         for program in programs:
             if (program in self.active) != (program.status is Status.ACTIVE):
@@ -329,6 +349,8 @@ class ProgramTable:
                 problems.append(f"{program!r} is not in the phase that its turns say")
             if (program in self._idle) == program.in_flight:
                 problems.append(f"{program!r} is listed as idle, or should be")
+            if program in self._expected and program.in_flight:
+                problems.append(f"{program!r} is expected and there")
             if (program in self._expiries) == program.in_flight:
                 problems.append(f"{program!r} has a time of expiry, or should have")
             if len(program.held) > sum(program.turns.values()):

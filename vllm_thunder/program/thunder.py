@@ -173,8 +173,8 @@ class ThunderPolicy(FcfsPolicy):
     def _claim(self, program: Program) -> float:
         """Blocks that the program will use by itself, its next turn included.
 
-        Of a program that acts after its first turn, the part that is likely to be used: many
-        clients never come back.
+        Of a program that acts, the part that is likely to be used: many clients end after one turn,
+        others later without a word.
         """
         reasoning = program.phase is Phase.REASONING
         if reasoning:
@@ -184,7 +184,10 @@ class ThunderPolicy(FcfsPolicy):
         tokens = max(program.context_tokens, program.prompt_tokens) + ahead
         borrowed = max(program.shared_resident_blocks, program.borrowed_blocks)
         blocks = max(self.blocks_of(tokens) - borrowed, 1)
-        return blocks if reasoning or program.turns_done > 1 else blocks * self.table.returns.value
+        if reasoning:
+            return blocks
+        first = program.turns_done <= 1
+        return blocks * (self.table.returns.value if first else self.table.tool_times.returning)
 
     def _room(self, memory: Memory, watermark: float) -> float:
         """Blocks below the watermark that nobody claims; negative: claimed twice."""

@@ -6,7 +6,7 @@ buckets, and a decision weighs all of it.
 """
 
 from itertools import pairwise
-from math import floor, log2
+from math import floor, inf, log2
 
 __all__ = ["ProgramTimes", "ToolTimes"]
 
@@ -21,6 +21,12 @@ _MIDDLES = (_EDGES[0] / 2, *(edge * 2 ** (-0.5 / _BUCKETS_PER_OCTAVE) for edge i
 _PRIOR_SAMPLES = 4.0
 #: A histogram that has this many samples halves them: the last hundred or so count.
 _MEMORY_SAMPLES = 128.0
+#: Programs that act for so many times as long as nine of ten tools take count as lost.
+_PATIENCE = 2.0
+#: Before anything is seen, one program in so many that begin to act has ended and nobody says so;
+#: this counts as so many programs.
+_LOST_PRIOR = 1 / 64
+_PRIOR_ENDS = 8.0
 #: Weight of a new sample in a program's mean logarithm.
 _PROGRAM_WEIGHT = 0.2
 #: Tools by name beyond this many are not told apart from others.
@@ -76,15 +82,27 @@ class _Histogram:
         shares[-1] += survival[-1]
         return shares
 
-    def hold_until(self, price_bucket: int) -> float:
+    def quantile(self, share: float) -> float:
+        """Seconds within which this share of what was counted ended: a bucket's edge."""
+        ended = 0.0
+        for count, edge in zip(self._counts, _EDGES, strict=True):
+            ended += count
+            if ended >= share * self.total:
+                return edge
+        return _EDGES[-1]
+
+    def hold_until(self, price_bucket: int, returning: float) -> float:
         """Seconds after which to give up, for a recompute that costs as much as holding for the
-        time of that bucket; kept until an eighth more samples are there."""
+        time of that bucket, when a tool ends at all with probability ``returning``; kept until an
+        eighth more samples are there."""
         if self.samples >= self._refresh_at:
             self._refresh_at = self.samples + max(1, min(self.samples, 128) // 8)
             self._best.clear()
         best = self._best.get(price_bucket)
         if best is None:
-            best = self._best[price_bucket] = _best_hold(self.shares(), _MIDDLES[price_bucket])
+            best = self._best[price_bucket] = _best_hold(
+                [share * returning for share in self.shares()], _MIDDLES[price_bucket]
+            )
         return best
 
 
@@ -99,14 +117,47 @@ class ToolTimes:
         self._overall = _Histogram(None, half_life)
         self._tools: dict[str, _Histogram] = {}
         self._mean_log = 0.0
+        # Of the last hundred or so programs that began to act: how many, how many were lost.
+        self._ended = self._lost = 0.0
 
     @property
     def samples(self) -> int:
         """Tool times seen."""
         return self._overall.samples
 
+    @property
+    def patience(self) -> float:
+        """Seconds after which a program that acts counts as lost; inf with few tool times seen."""
+        if self.samples < _PRIOR_SAMPLES:
+            return inf
+        return _PATIENCE * self._overall.quantile(0.9)
+
+    @property
+    def returning(self) -> float:
+        """Probability that a program which begins to act comes back at all."""
+        lost = self._lost + _LOST_PRIOR * _PRIOR_ENDS
+        return 1 - lost / (self._ended + _PRIOR_ENDS)
+
+    def lost(self) -> None:
+        """A program has acted for longer than ``patience``: most such programs have ended, and
+        nobody said so."""
+        self._one_more_ended()
+        self._lost += 1
+
+    def found(self) -> None:
+        """A program that counted as lost came back; what its tool took is added by itself."""
+        self._ended = max(self._ended - 1, 0.0)
+        self._lost = max(self._lost - 1, 0.0)
+
+    def _one_more_ended(self) -> None:
+        if self._ended >= _MEMORY_SAMPLES:
+            self._ended /= 2
+            self._lost /= 2
+        self._ended += 1
+
     def add(self, seconds: float, tool: str | None, usual: "ProgramTimes") -> None:
         """A program acted for ``seconds`` while ``tool`` (None: not told) ran."""
+        self._one_more_ended()
         bucket = _bucket(seconds)
         self._overall.add(bucket)
         if tool is not None:
@@ -124,17 +175,18 @@ class ToolTimes:
 
         ``price``, seconds: for how long holding costs as much as recomputing. The answer is the
         T that minimises E[min(t, T)] + P(t > T) * price over the distribution of tool times t of
-        ``tool``, if it has been seen, else of all tools shifted to what the program's take. With
-        that T the expected cost is least among all rules that know no more; it is 0 when holding
-        is not worth it at all.
+        ``tool``, if it has been seen, else of all tools shifted to what the program's take; with
+        some probability, learned too, the program has ended and t is endless. With that T the
+        expected cost is least among all rules that know no more; it is 0 when holding is not worth
+        it at all.
         """
         known = None if tool is None else self._tools.get(tool)
         if known is not None:
-            return known.hold_until(_bucket(price))
+            return known.hold_until(_bucket(price), self.returning)
         # k times longer tools and a price k times as high give a T that is k times longer.
         shift = usual.shift_from(self._mean_log)
         base = _bucket(price) - shift
-        best = self._overall.hold_until(min(max(base, 0), _BUCKETS - 1))
+        best = self._overall.hold_until(min(max(base, 0), _BUCKETS - 1), self.returning)
         return best * 2 ** (shift / _BUCKETS_PER_OCTAVE)
 
 
@@ -168,7 +220,10 @@ def _bucket(seconds: float) -> int:
 
 
 def _best_hold(shares: list[float], price: float) -> float:
-    """The bucket edge T, or 0, with the least E[min(t, T)] + P(t > T) * price."""
+    """The bucket edge T, or 0, with the least E[min(t, T)] + P(t > T) * price.
+
+    ``shares`` add up to less than 1 where t may be endless.
+    """
     best, least = 0.0, price
     ended, held = 0.0, 0.0
     for share, middle, edge in zip(shares, _MIDDLES, _EDGES, strict=True):
