@@ -219,13 +219,22 @@ def _parser() -> argparse.ArgumentParser:
         help="stock, thunder, or KIND@N for at most N programs at a time; the first one is what "
         "the others are compared with (default: stock thunder)",
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
+    parser.add_argument(
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=[0, 1, 2],
+        metavar="N",
+        help="one run of every kind for each (default: 0 1 2); they take the place of --seed",
+    )
     parser.add_argument(
         "--work", type=Path, metavar="DIR", help="rows and logs (default: results/NAME)"
     )
     parser.add_argument("--model", metavar="DIR|NAME", help="model (default: the tiny one)")
-    parser.add_argument("--server-arg", action="append", default=[], metavar="ARG")
-    parser.add_argument("--thunder-arg", action="append", default=[], metavar="ARG")
+    for flag, whom in (("--server-arg", "all servers"), ("--thunder-arg", "vllm_thunder alone")):
+        parser.add_argument(
+            flag, action="append", default=[], metavar="ARG", help=f"a further argument for {whom}"
+        )
     add_workload_arguments(parser, default="thrash")
     add_client_arguments(parser)
     return parser

@@ -183,13 +183,34 @@ def test_the_end_of_a_parent_strands_nobody_and_it_lives_while_its_children_do()
     assert len(desk.table) == 0
 
 
+def test_a_parent_outlives_one_long_turn_of_its_sub_agents():
+    desk = Desk(retention=100.0)
+    desk.act("parent", 10)
+    desk.act("child", 10, parent_id="parent")
+    desk.start("grandchild", 10, parent_id="child")
+    desk.now = 250.0
+    assert desk.decide() == []
+    desk.end("grandchild")
+    desk.now = 340.0
+    assert desk.decide() == []
+    desk.now = 360.0
+    assert sorted(desk.decide()) == [
+        ("release", "child"),
+        ("release", "grandchild"),
+        ("release", "parent"),
+    ]
+
+
 def test_a_circle_of_parents_ends():
-    desk = Desk()
+    desk = Desk(retention=100.0)
     desk.act("a", 5, parent_id="b")
     desk.act("b", 5, parent_id="a")
     desk.act("a", 5, parent_id="b")
-    desk.decide()
-    assert len(desk.table) == 2
+    desk.act("own", 5, parent_id="own")
+    assert desk.decide() == []
+    desk.now = 101.0
+    assert len(desk.decide()) == 3
+    assert len(desk.table) == 0
 
 
 def test_a_claim_lapses_when_holding_has_cost_what_it_saves():

@@ -54,7 +54,7 @@ LONGEST_SLEEP_SECONDS = 60.0
 
 
 class ProgramScheduler(AsyncScheduler):
-    """Drop-in for vLLM's scheduler: ``--scheduler-cls vllm_thunder.engine.ProgramScheduler``."""
+    """In place of vLLM's scheduler; ``vllm_thunder serve`` and ``vllm_thunder.LLM`` set it up."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with program_kv_cache():

@@ -29,7 +29,7 @@ class ThunderConfig:
         "thunder",
         "thunder: hold, pause and restore programs by what memory allows; "
         "paper: ThunderAgent's plain rule, every --thunder-interval seconds; "
-        "fcfs: stock vLLM order, programs are only accounted",
+        "fcfs: stock vLLM order, nothing is held or paused",
     )
     max_wait: float = _setting(
         60.0,

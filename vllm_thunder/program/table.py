@@ -322,10 +322,25 @@ class ProgramTable:
         return float(self._expiries.next_rank(now, inf))
 
     def expired_programs(self, now: float) -> list[Program]:
-        """Idle programs whose retention has ended at ``now``, to be released by the caller."""
-        expired = list(self._expiries.until(now))
+        """Idle programs whose retention has ended at ``now``, to be released by the caller.
+
+        A parent whose sub-agents run stays: its retention counts anew.
+        """
+        expired = []
+        for program in list(self._expiries.until(now)):
+            if self._has_running_child(program, _DEEPEST_TREE):
+                self._rests(program, now)
+            else:
+                expired.append(program)
         self.expired += len(expired)
         return expired
+
+    def _has_running_child(self, program: Program, depth: int) -> bool:
+        """Whether a turn of a sub-agent, or of one of its own, is in flight."""
+        if not depth:
+            return False
+        children = (self._programs[child] for child in self.children(program))
+        return any(c.in_flight or self._has_running_child(c, depth - 1) for c in children)
 
     def idle_longest(self) -> Program | None:
         """The program without a turn in flight whose last turn is the longest ago."""

@@ -109,7 +109,7 @@ class _Histogram:
 class ToolTimes:
     """When to stop waiting for a tool.
 
-    ``half_life``, seconds: before anything is seen, a tool has ended after t seconds with
+    ``half_life``, seconds: before a few are seen, a tool has ended after t seconds with
     probability 1 - f(t), f(t) = 2^-(t/half_life) (ThunderAgent, section "Policy").
     """
 
