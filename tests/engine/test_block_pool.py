@@ -172,6 +172,19 @@ def test_spare_copies_of_one_content_go_first(make_engine):
     assert len({engine.pool.blocks[i].block_hash for i in tail}) == 5
 
 
+def test_what_a_released_program_shared_is_reused_from_its_end(make_engine):
+    """The survivor keeps a prefix that can be hit, not blocks behind a gap."""
+    engine = make_engine(blocks=64)
+    prefix = text(1, 6 * BLOCK)
+    engine.turn(prefix + text(2, 3 * BLOCK), "survivor")
+    engine.turn(prefix + text(3, 3 * BLOCK), "released")
+    shared = cached_ids(engine, [*prefix, 1])
+    assert len(shared) == 6
+    engine.scheduler.release_program("released")
+    order = reuse_order(engine)
+    assert order[-6:] == shared[::-1]
+
+
 def test_reset_prefix_cache_drops_residency_and_programs_go_on(make_engine):
     engine = make_engine(blocks=40)
     context = engine.turn(text(1, 100), "p")

@@ -1,6 +1,7 @@
 """Turns that are not the next one of a growing context, and turns that memory pushes out."""
 
 import logging
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -175,3 +176,26 @@ def test_decisions_are_logged_one_line_each_at_debug_level(make_engine, caplog):
         logger.removeHandler(caplog.handler)
     assert line.startswith("restore Program('told'")
     assert "\n" not in line
+
+
+def test_transferred_kv_is_never_held(make_engine):
+    engine = make_engine(blocks=64)
+    engine.send(text(1, 60 * BLOCK), "blocker", max_tokens=30)
+    engine.step()
+    params = {"extra_args": {"kv_transfer_params": {"do_remote_decode": True}}}
+    engine.scheduler.connector = MagicMock()
+    engine.scheduler.connector.request_finished.return_value = (False, None)
+    request = engine.send(text(2, 30 * BLOCK), "p", sampling=params)
+    assert request in engine.scheduler.waiting
+    engine.abort(request)
+    engine.scheduler.connector = None
+
+
+def test_without_a_connector_nothing_is_transferred_and_the_field_jumps_no_queue(make_engine):
+    engine = make_engine(blocks=64)
+    engine.send(text(1, 60 * BLOCK), "blocker", max_tokens=30)
+    engine.step()
+    params = {"extra_args": {"kv_transfer_params": {"x": 1}}}
+    request = engine.send(text(2, 30 * BLOCK), "p", sampling=params)
+    assert request.request_id in engine.scheduler._held
+    engine.run(request)

@@ -152,7 +152,7 @@ class PolicyMachine(RuleBasedStateMachine):
         )
         program = self.table.turn_arrived(turn, tokens, self.now)
         if self.policy.admit(program, self.now):
-            self.running[request_id] = (program, turn_id)
+            self._runs(program, turn_id)
         else:
             self.table.request_held(program, request_id, self.now)
             self.policy.waits(program, self.now)
@@ -202,7 +202,7 @@ class PolicyMachine(RuleBasedStateMachine):
             elif action.kind is ActionKind.RESTORE:
                 for request_id in list(action.program.held):
                     self._unhold(action.program, request_id)
-                    self.running[request_id] = self.waiting.pop(request_id)
+                    self._runs(*self.waiting.pop(request_id))
         assert self.policy.deadline > self.now
         if self.table.waiting:
             assert self.policy.deadline <= self.now + (5.0 if self.POLICY == "paper" else 1.0)
@@ -223,6 +223,10 @@ class PolicyMachine(RuleBasedStateMachine):
         self.reconcile(0, 0, 8)
         assert self.running
 
+    def _runs(self, program, turn_id):
+        self.table.request_runs(program, turn_id)
+        self.running[turn_id] = (program, turn_id)
+
     def _unhold(self, program, request_id):
         self.table.request_unheld(program, request_id, self.now)
         if not program.held:
@@ -230,6 +234,8 @@ class PolicyMachine(RuleBasedStateMachine):
 
     def _ended(self, program, acts):
         if not acts:
+            if program.held and not program.requests_running:
+                self.policy.drained(program)
             return
         assert program.phase is Phase.ACTING
         if program.release_when_turn_ends:

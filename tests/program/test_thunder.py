@@ -30,6 +30,7 @@ class Desk:
         turn_id = f"{name}-{self.now}"
         program = self.table.turn_arrived(Turn(name, turn_id, **turn), blocks * BLOCK, self.now)
         if self.policy.admit(program, self.now):
+            self.table.request_runs(program, turn_id)
             return True
         self.table.request_held(program, turn_id, self.now)
         self.policy.waits(program, self.now)
@@ -51,6 +52,7 @@ class Desk:
         for action in actions:
             if action.kind is ActionKind.RESTORE:
                 for request_id in list(action.program.held):
+                    self.table.request_runs(action.program, request_id)
                     self.table.request_unheld(action.program, request_id, self.now)
                 self.policy.waits_no_more(action.program)
             elif action.kind is ActionKind.RELEASE:

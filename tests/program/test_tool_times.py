@@ -24,12 +24,14 @@ def learn(times, *, half_life=1.0, tool=None, usual=None):
 
 
 def test_before_anything_is_seen_tools_end_by_the_decay_score():
-    # Memoryless tools of mean 1.44 s are worth waiting for if recomputing takes longer: for as long
-    # as the chance is good enough that the program has not just ended, one in 64 before anything is
-    # seen. The hazard falls to 1/10 a second after 8.5 s, which a bucket tells to a half octave.
+    # Memoryless tools of mean 1.44 s: worth waiting for if recomputing takes longer, for ever.
     learned = ToolTimes(half_life=1.0)
-    assert 6.0 < learned.hold_seconds(10.0, None, ProgramTimes()) < 12.0
+    assert learned.hold_seconds(10.0, None, ProgramTimes()) > 10.0
     assert learned.hold_seconds(0.1, None, ProgramTimes()) == 0.0
+    # But one program in 64 has ended: the hazard falls to 1/10 a second after 8.5 s, which a
+    # bucket tells to a half octave.
+    assert learned.returning == 63 / 64
+    assert 6.0 < learned.hold_seconds(10.0, None, ProgramTimes(), 63 / 64) < 12.0
 
 
 @pytest.mark.parametrize("factor", [10.0, 0.1])
@@ -82,12 +84,13 @@ def test_programs_that_end_without_a_word_are_waited_for_less():
                 learned.lost()
             else:
                 learned.add(seconds, None, ProgramTimes())
+                learned.came_back()
     assert released.returning > 0.98
     assert silent.returning == pytest.approx(7 / 8, abs=0.02)
     price = 6.0
     times = [rng.lognormvariate(0.3, 0.8) for _ in range(700)] + [1e9] * 100
-    hold = silent.hold_seconds(price, None, ProgramTimes())
-    assert hold < released.hold_seconds(price, None, ProgramTimes())
+    hold = silent.hold_seconds(price, None, ProgramTimes(), silent.returning)
+    assert hold < released.hold_seconds(price, None, ProgramTimes(), released.returning)
     assert cost_of(hold, price, times) <= 1.1 * best_cost(price, times)
 
 
@@ -97,10 +100,17 @@ def test_a_program_that_counted_as_lost_can_be_found():
     learned.lost()
     assert learned.returning < before
     learned.found()
-    learned.add(100.0, None, ProgramTimes())
     assert learned.returning >= before
     assert learn([]).patience == float("inf")
     assert learn([1.0] * 50).patience >= 2.0
+
+
+def test_what_is_known_of_returns_counts_at_once():
+    """A tool that was seen once, and after which all programs have ended since."""
+    learned = learn([1.0] * 40)
+    learned.add(1.0, "submit", ProgramTimes())
+    patient = learned.hold_seconds(6.0, "submit", ProgramTimes(), 1.0)
+    assert learned.hold_seconds(6.0, "submit", ProgramTimes(), 0.1) < patient
 
 
 def test_what_is_learned_follows_a_change():

@@ -187,8 +187,12 @@ class ProgramBlockPool(BlockPool):
         return key in self.cached_block_hash_to_block._cache
 
     def relocate(self, keys: Iterable[BlockHashWithGroupId]) -> None:
-        """Move the free blocks of keys whose holders changed to where they belong now."""
+        """Move the free blocks of keys whose holders changed to where they belong now.
+
+        ``keys`` are in the order of a context; what stays somebody's is reused from its end.
+        """
         queue = self.free_block_queue
+        moved: list[tuple[Program, KVCacheBlock]] = []
         for key in keys:
             found = self.cached_block_hash_to_block._cache.get(key)
             if found is None:
@@ -200,8 +204,9 @@ class ProgramBlockPool(BlockPool):
                 if holder is None:
                     queue.spend(block)
                 elif isinstance(holder, Program):
-                    queue.remove(block)
-                    queue.append_owned(holder, [block])
+                    moved.append((holder, block))
+        for program, block in reversed(moved):
+            queue.move_to(program, block)
 
     def check_integrity(self) -> None:
         """Conservation of blocks and of holders, by a full recount; raises IntegrityError."""

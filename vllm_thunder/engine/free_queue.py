@@ -189,6 +189,15 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
             self._active[run] = None
         self._enter(run, blocks)
 
+    def move_to(self, program: Program, block: KVCacheBlock) -> None:
+        """A free block has become ``program``'s alone; that makes nothing of it any newer."""
+        self.remove(block)
+        run = self._runs.get(program)
+        if run is None:
+            self.append_owned(program, [block])
+        else:
+            self._enter(run, [block])
+
     def program_paused(self, program: Program) -> None:
         """The program lost its claim: its run is reused before anybody's live blocks."""
         run = self._runs.get(program)

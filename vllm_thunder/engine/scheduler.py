@@ -16,17 +16,12 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    KVCacheGroupSpec,
-    MambaSpec,
-    get_kv_cache_spec_sliding_window,
-)
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_thunder.engine.block_pool import ProgramBlockPool, program_kv_cache
+from vllm_thunder.engine.kv_groups import group_sizes
 from vllm_thunder.engine.prompts import HeldPrompts
 from vllm_thunder.engine.status import EngineStatus
 from vllm_thunder.engine.step_times import StepTimes
@@ -68,7 +63,7 @@ class ProgramScheduler(AsyncScheduler):
             raise IntegrityError(f"a program pool was expected, vLLM built {type(pool).__name__}")
         self.pool = pool
         self.pool.free_block_queue.half_life = config.acting_half_life
-        self.blocks_of = ContextBlocks([_group(g) for g in self.kv_cache_config.kv_cache_groups])
+        self.blocks_of = ContextBlocks(group_sizes(self.kv_cache_config))
         if config.policy != "fcfs" and not self.kv_cache_manager.enable_caching:
             # Some models turn prefix caching off by themselves: nothing outlives a turn then.
             logger.warning("Prefix caching is off for this model: programs are scheduled as fcfs.")
@@ -108,16 +103,22 @@ class ProgramScheduler(AsyncScheduler):
             self._release_idle_longest()
         program = self.table.turn_arrived(turn, request.num_tokens, now)
         self.pool.program_of[request.request_id] = program
-        # Transferred KV must be taken when it comes, and a streaming session keeps its slot and
-        # its blocks while it waits for input: neither can be held.
-        holdable = request.kv_transfer_params is None and not request.resumable
+        sibling = program.turns[turn.turn_id] > 1 and turn.turn_id not in program.unserved
         if self.program_policy.admit(program, now):
             self._admit(request, program)
-        elif holdable:
+        elif sibling and program.status is Status.ACTIVE and not program.held:
+            self._admit(request, program)  # a turn that fans out runs as one
+        elif self._holdable(request):
             self._hold(request, program, now)
         else:
             self._activate(program, now)
             self._admit(request, program)
+
+    def _holdable(self, request: Request) -> bool:
+        """Transferred KV must be taken when it comes, and a streaming session keeps its slot and
+        its blocks while it waits for input."""
+        transfers = self.connector is not None and request.kv_transfer_params is not None
+        return not transfers and not request.resumable
 
     def _hold(self, request: Request, program: Program, now: float) -> None:
         self._held[request.request_id] = request
@@ -129,6 +130,7 @@ class ProgramScheduler(AsyncScheduler):
 
     def _admit(self, request: Request, program: Program) -> None:
         """Hand a turn that is not held to vLLM's queue."""
+        self.table.request_runs(program, request.program.turn_id)
         if program.requests_running == 1:
             self.pool.ledger.begin_turn(program)
             program.interrupted = False
@@ -165,6 +167,9 @@ class ProgramScheduler(AsyncScheduler):
             self._ran(request, program, turn)
         if self.table.request_ended(program, turn.turn_id, now):
             self._program_acts(program, now)
+        elif program.held and not program.requests_running:
+            for action in self.program_policy.drained(program):
+                self._carry_out(action, now)
 
     def _ran(self, request: Request, program: Program, turn: Turn) -> None:
         """A request that was not held ended: what does it say about its program's context?"""
@@ -254,13 +259,14 @@ class ProgramScheduler(AsyncScheduler):
 
     def memory(self) -> Memory:
         """What the policy may know of the engine now."""
-        queued = len(self.running) + len(self.waiting) + len(self.kv_holding_waiting)
+        sessions = self.num_waiting_for_streaming_input  # silent, with a slot and their blocks
+        queued = len(self.running) + len(self.waiting) + len(self.kv_holding_waiting) - sessions
         return Memory(
             capacity_blocks=self.pool.num_gpu_blocks - 1,
             unlabelled_blocks=self._unlabelled.blocks(self.clock()),
             shared_blocks=self.pool.ledger.shared_resident,
             free_blocks=self.pool.get_num_free_blocks(),
-            free_slots=self.max_num_active_reqs - queued - self.num_waiting_for_streaming_input,
+            free_slots=self.max_num_active_reqs - queued - sessions,
             busy=queued > 0,
             borrowed_blocks=self._prompts.borrowed_blocks,
             common_blocks=self._prompts.common_blocks,
@@ -272,11 +278,14 @@ class ProgramScheduler(AsyncScheduler):
         while self.waiting and self.running:
             request = self.waiting.peek_request()
             program = self.pool.program_of.get(request.request_id)
-            if program is None or request.status is not RequestStatus.WAITING or request.resumable:
+            if program is None or request.status is not RequestStatus.WAITING:
                 return
-            if request.kv_transfer_params is not None or program.goes_first:
+            if program.goes_first or not self._holdable(request):
                 return
-            needed = self.blocks_of(request.num_tokens) - program.shared_resident_blocks
+            # Others' blocks are there for the taking, and so are those of its own other turns.
+            alone = program.requests_running == 1
+            there = program.shared_resident_blocks if alone else program.resident_blocks
+            needed = self.blocks_of(request.num_tokens) - there
             if needed <= self.pool.get_num_free_blocks():
                 return
             self.waiting.pop_request()
@@ -394,7 +403,9 @@ class ProgramScheduler(AsyncScheduler):
         """Seconds that the engine core may sleep because only held turns are left; 0: none."""
         if not self._held or self._changed or self._pause_state is not PauseState.UNPAUSED:
             return 0.0
-        if self.running or self.waiting or self.kv_holding_waiting or self.finished_req_ids:
+        if self.running or self.waiting or self.finished_req_ids:
+            return 0.0
+        if len(self.kv_holding_waiting) > self.num_waiting_for_streaming_input:
             return 0.0
         nap = min(self.program_policy.deadline - self.clock(), LONGEST_NAP_SECONDS)
         if self._held_grammars:
@@ -433,13 +444,3 @@ class ProgramScheduler(AsyncScheduler):
         self.program_policy.check_integrity()
         self.pool.check_integrity()
         self.status.check_integrity(self._held)
-
-
-def _group(group: KVCacheGroupSpec) -> tuple[int, int | None]:
-    """Block size of a KV-cache group and the tokens that it keeps (None: all)."""
-    spec = group.kv_cache_spec
-    if isinstance(spec, MambaSpec):
-        return spec.block_size, spec.block_size
-    if isinstance(spec, ChunkedLocalAttentionSpec):
-        return spec.block_size, spec.attention_chunk_size
-    return spec.block_size, get_kv_cache_spec_sliding_window(spec)

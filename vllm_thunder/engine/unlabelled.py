@@ -1,7 +1,7 @@
 """Memory in use by requests without a program."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
@@ -44,12 +44,7 @@ class UnlabelledBlocks:
         """Blocks in use at ``now``, seconds."""
         if not self._requests:
             return 0
-        used = [
-            blocks
-            for manager in self._managers
-            for request_id in self._requests
-            if (blocks := manager.req_to_blocks.get(request_id))
-        ]
+        used = [blocks for manager in self._managers for blocks in self._used(manager)]
         total = sum(len(blocks) - _passed(blocks) for blocks in used)
         if total == 0 or len(used) < 2:
             return total
@@ -58,6 +53,12 @@ class UnlabelledBlocks:
             self._distinct_share = len(distinct) / total
             self._counted_at = now
         return round(total * self._distinct_share)
+
+    def _used(self, manager: SingleTypeKVCacheManager) -> Iterator[Sequence[KVCacheBlock]]:
+        """Of the requests that have blocks; a backlog of those that wait costs nothing."""
+        known, blocks_of = self._requests, manager.req_to_blocks
+        ids = known if len(known) < len(blocks_of) else [r for r in blocks_of if r in known]
+        return (blocks for r in ids if (blocks := blocks_of.get(r)))
 
 
 def _passed(blocks: Sequence[KVCacheBlock]) -> int:

@@ -49,6 +49,10 @@ class FcfsPolicy:
         """The program's last turn in flight ended."""
         return []
 
+    def drained(self, program: Program) -> list[Action]:
+        """The last of the program's running requests ended; others of its turns are held."""
+        return []
+
     def tool_known(self, program: Program) -> None:
         """The client said which tool the acting program runs."""
 

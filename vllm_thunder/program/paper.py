@@ -31,7 +31,8 @@ class PaperPolicy(FcfsPolicy):
         self._order: Ranked[Program] = Ranked()
 
     def admit(self, program: Program, now: float) -> bool:
-        return program.status is Status.ACTIVE
+        overlaps = program.yields and program.requests_running > 1
+        return program.status is Status.ACTIVE and not overlaps
 
     def waits(self, program: Program, now: float) -> None:
         self._order.put(program, self._blocks(program))
@@ -40,6 +41,9 @@ class PaperPolicy(FcfsPolicy):
         self._order.discard(program)
 
     def acts(self, program: Program, now: float) -> list[Action]:
+        return self.drained(program)
+
+    def drained(self, program: Program) -> list[Action]:
         if not program.yields or program.status is not Status.ACTIVE:
             return []
         return [self._pause(program)]

@@ -52,6 +52,8 @@ class Program:
     turns: dict[str, int] = field(default_factory=dict)
     #: Turn ids of ``turns`` that only the front end can end.
     open_fans: set[str] = field(default_factory=set)
+    #: Turn ids of ``turns`` of which no request has run yet.
+    unserved: set[str] = field(default_factory=set)
     #: Ids of held engine requests, oldest first.
     held: dict[str, None] = field(default_factory=dict)
     waiting_since: float | None = None
@@ -72,7 +74,10 @@ class Program:
 
     idle_since: float = 0.0
     restored_at: float = 0.0
+    #: Turns that ended of which at least one request ran.
     turns_done: int = 0
+    #: The turn that ended last had been held all the time: its client did not wait any longer.
+    gave_up_waiting: bool = False
     pauses: int = 0
     #: Times that it was given a claim while it waited, the first time included.
     restores: int = 0

@@ -122,6 +122,8 @@ class ProgramTable:
                 turn.deadline_seconds,
                 inf if program.deadline_seconds is None else program.deadline_seconds,
             )
+        if turn.turn_id not in program.turns:
+            program.unserved.add(turn.turn_id)
         program.turns[turn.turn_id] = program.turns.get(turn.turn_id, 0) + 1
         if turn.fans_out:
             program.open_fans.add(turn.turn_id)
@@ -132,18 +134,19 @@ class ProgramTable:
         return program
 
     def _learn_return(self, program: Program, turn: Turn, now: float) -> None:
-        if not program.turns_done:
-            return
+        if not program.turns_done or program.gave_up_waiting:
+            return  # no tool ran since its last turn
         tool = turn.tool or program.tool
-        if program in self._expected:
-            del self._expected[program]
-        else:
-            self.tool_times.found()
         self.tool_times.add(now - program.idle_since, tool, program.tool_times)
         if program.turns_done == 1:
             self.returns.add(1.0)
             if program.given_up:
                 self.returns.add(1.0)  # undoes the miss that its pause counted as
+        elif program in self._expected:
+            del self._expected[program]
+            self.tool_times.came_back()
+        else:
+            self.tool_times.found()
 
     def request_held(self, program: Program, request_id: str, now: float) -> None:
         """A request waits for its program's restore."""
@@ -168,6 +171,10 @@ class ProgramTable:
                 if not members:
                     del self.waiting_groups[program.group]
 
+    def request_runs(self, program: Program, turn_id: str) -> None:
+        """A request of the turn goes to the engine's own queue."""
+        program.unserved.discard(turn_id)
+
     def request_ended(self, program: Program, turn_id: str, now: float) -> bool:
         """One engine request of the turn ended; True when the program begins to act."""
         program.turns[turn_id] -= 1
@@ -184,8 +191,10 @@ class ProgramTable:
         if program.turns[turn_id] or turn_id in program.open_fans:
             return False
         del program.turns[turn_id]
-        program.turns_done += 1
         self.turns_done += 1
+        program.gave_up_waiting = turn_id in program.unserved
+        program.unserved.discard(turn_id)
+        program.turns_done += not program.gave_up_waiting
         program.idle_since = now
         if program.in_flight:
             return False
@@ -195,7 +204,8 @@ class ProgramTable:
         program.deadline_seconds = None
         program.prompt_tokens = 0
         self._rests(program, now)
-        self._expected[program] = None
+        if program.turns_done > 1 and not program.gave_up_waiting:
+            self._expected[program] = None
         self._learn_losses(now)
         if program.parent_id is not None:
             self._keep_ancestors(program, now)
@@ -206,6 +216,10 @@ class ProgramTable:
         self._idle.pop(program, None)
         self._idle[program] = None
         self._expiries.put(program, now + self.retention_of(program))
+
+    def returning(self, program: Program) -> float:
+        """Probability that a program which has begun to act comes back."""
+        return self.returns.value if program.turns_done <= 1 else self.tool_times.returning
 
     def _learn_losses(self, now: float) -> None:
         """Programs that do not come back are missed: most have ended and were not released."""
@@ -272,7 +286,7 @@ class ProgramTable:
         program.status = Status.PAUSED
         program.pauses += 1
         self.pauses += 1
-        if program.turns_done == 1 and not program.given_up:
+        if program.turns_done == 1 and not program.given_up and not program.in_flight:
             program.given_up = True
             self.returns.add(0.0)
         self._deactivate(program)
@@ -370,6 +384,8 @@ class ProgramTable:
                 problems.append(f"{program!r} has a time of expiry, or should have")
             if len(program.held) > sum(program.turns.values()):
                 problems.append(f"{program!r} holds more requests than are in flight")
+            if not program.unserved <= program.turns.keys():
+                problems.append(f"{program!r} has an unserved turn that is not in flight")
             if not program.open_fans <= program.turns.keys():
                 problems.append(f"{program!r} has a fan that is not in flight")
         children = {child for family in self._children.values() for child in family}

@@ -71,6 +71,8 @@ class ThunderPolicy(FcfsPolicy):
             self.acting.put(parent, (-parent.priority, now))
         if program.status is not Status.ACTIVE:
             return False
+        if program.yields and program.requests_running > 1 and self.table.waiting:
+            return False  # turns that overlap would keep it from ever yielding
         self._idle_since = None
         self.table.set_claim(program, self._claim(program))
         return True
@@ -100,6 +102,11 @@ class ThunderPolicy(FcfsPolicy):
         self.table.set_claim(program, self._claim(program))
         self._rank_acting(program)
         return []
+
+    def drained(self, program: Program) -> list[Action]:
+        if not program.yields or program.status is not Status.ACTIVE:
+            return []
+        return [self._pause(program, "yields to a program that waits")]
 
     def tool_known(self, program: Program) -> None:
         if program in self.acting:
@@ -148,7 +155,7 @@ class ThunderPolicy(FcfsPolicy):
 
     def why_held(self, program: Program, now: float, memory: Memory) -> Wait:
         assert program.waiting_since is not None
-        needed = self._claim(program)
+        needed = self._claim(program) - program.claim
         room = self._room(memory, self.config.low_watermark)
         short = max(round(needed - room), 0)
         due_in = program.waiting_since + self._due_seconds(program) - now
@@ -184,10 +191,7 @@ class ThunderPolicy(FcfsPolicy):
         tokens = max(program.context_tokens, program.prompt_tokens) + ahead
         borrowed = max(program.shared_resident_blocks, program.borrowed_blocks)
         blocks = max(self.blocks_of(tokens) - borrowed, 1)
-        if reasoning:
-            return blocks
-        first = program.turns_done <= 1
-        return blocks * (self.table.returns.value if first else self.table.tool_times.returning)
+        return blocks if reasoning else blocks * self.table.returning(program)
 
     def _room(self, memory: Memory, watermark: float) -> float:
         """Blocks below the watermark that nobody claims; negative: claimed twice."""
@@ -228,7 +232,9 @@ class ThunderPolicy(FcfsPolicy):
             # most twice the cost of knowing them (ski rental).
             hold = prefill * self._capacity_tokens / tokens
             if self.table.tool_times.samples >= _FEWEST_TOOL_TIMES:
-                hold = self.table.tool_times.hold_seconds(hold, program.tool, program.tool_times)
+                hold = self.table.tool_times.hold_seconds(
+                    hold, program.tool, program.tool_times, self.table.returning(program)
+                )
         self.acting.put(program, (-program.priority, program.idle_since + hold))
 
     # -- the steps ---------------------------------------------------------------------
@@ -262,20 +268,24 @@ class ThunderPolicy(FcfsPolicy):
         restored: Program | None = None
         for program, due in self._candidates(now):
             assert program.waiting_since is not None
-            if slots <= 0:
-                break
+            if slots <= 0 and not due:
+                break  # a due turn waits in the engine's queue, where nobody passes it
+            if program.yields and program.requests_running and not due:
+                continue  # its other turns end first
             borrowed = memory.borrowed_blocks(program)
             if restored is not None and restored.group == program.group is not None:
                 # The prompt that both share is about to be in memory.
                 borrowed = max(borrowed, memory.common_blocks(program, restored))
             program.borrowed_blocks = borrowed
-            need = self._claim(program)
+            need = self._claim(program) - program.claim
             prompt = self.blocks_of(program.prompt_tokens) - borrowed
             # Requests without a program cannot be asked to yield. A due turn that they keep
             # out waits in the engine's own queue, where nobody passes it any more.
             queueable = memory.unlabelled_blocks if due else 0
             if busy and prompt > free + queueable:
-                break  # running turns reference the blocks: only their ends help
+                # Running turns reference the blocks: only their ends help.
+                self._ask_to_yield(max(need - room, prompt - free - queueable), program, due)
+                break
             reason = "its claim fits"
             if need > room:
                 rescue = not busy and now >= self._rescue_at(program)
@@ -354,7 +364,8 @@ class ThunderPolicy(FcfsPolicy):
         for program in self.table.active:
             if blocks <= self.table.yielding:
                 return
-            if program.phase is Phase.REASONING and (due or program.priority > waiting.priority):
+            runs = program.phase is Phase.REASONING and program is not waiting
+            if runs and (due or program.priority > waiting.priority):
                 self.table.set_yields(program, True)
 
     def _pause(self, program: Program, reason: str) -> Action:

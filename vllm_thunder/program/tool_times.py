@@ -29,6 +29,8 @@ _LOST_PRIOR = 1 / 64
 _PRIOR_ENDS = 8.0
 #: Weight of a new sample in a program's mean logarithm.
 _PROGRAM_WEIGHT = 0.2
+#: Probabilities of a return are told apart in steps of this many parts of 1.
+_RETURNING_STEPS = 128
 #: Tools by name beyond this many are not told apart from others.
 _MOST_TOOLS = 1000
 
@@ -45,7 +47,7 @@ class _Histogram:
         self.total = 0.0
         self.samples = 0
         self._refresh_at = 0
-        self._best: dict[int, float] = {}
+        self._best: dict[tuple[int, int], float] = {}
 
     def add(self, bucket: int) -> None:
         if self.total >= _MEMORY_SAMPLES:
@@ -94,13 +96,14 @@ class _Histogram:
     def hold_until(self, price_bucket: int, returning: float) -> float:
         """Seconds after which to give up, for a recompute that costs as much as holding for the
         time of that bucket, when a tool ends at all with probability ``returning``; kept until an
-        eighth more samples are there."""
+        eighth more samples are there, or that probability differs."""
         if self.samples >= self._refresh_at:
             self._refresh_at = self.samples + max(1, min(self.samples, 128) // 8)
             self._best.clear()
-        best = self._best.get(price_bucket)
+        key = (price_bucket, round(returning * _RETURNING_STEPS))
+        best = self._best.get(key)
         if best is None:
-            best = self._best[price_bucket] = _best_hold(
+            best = self._best[key] = _best_hold(
                 [share * returning for share in self.shares()], _MIDDLES[price_bucket]
             )
         return best
@@ -117,7 +120,7 @@ class ToolTimes:
         self._overall = _Histogram(None, half_life)
         self._tools: dict[str, _Histogram] = {}
         self._mean_log = 0.0
-        # Of the last hundred or so programs that began to act: how many, how many were lost.
+        # Of the last hundred or so times that a program acted: how many, how many were lost.
         self._ended = self._lost = 0.0
 
     @property
@@ -141,15 +144,15 @@ class ToolTimes:
     def lost(self) -> None:
         """A program has acted for longer than ``patience``: most such programs have ended, and
         nobody said so."""
-        self._one_more_ended()
+        self.came_back()
         self._lost += 1
 
     def found(self) -> None:
-        """A program that counted as lost came back; what its tool took is added by itself."""
-        self._ended = max(self._ended - 1, 0.0)
+        """A program that counted as lost came back."""
         self._lost = max(self._lost - 1, 0.0)
 
-    def _one_more_ended(self) -> None:
+    def came_back(self) -> None:
+        """A program came back before it counted as lost."""
         if self._ended >= _MEMORY_SAMPLES:
             self._ended /= 2
             self._lost /= 2
@@ -157,7 +160,6 @@ class ToolTimes:
 
     def add(self, seconds: float, tool: str | None, usual: "ProgramTimes") -> None:
         """A program acted for ``seconds`` while ``tool`` (None: not told) ran."""
-        self._one_more_ended()
         bucket = _bucket(seconds)
         self._overall.add(bucket)
         if tool is not None:
@@ -170,23 +172,25 @@ class ToolTimes:
         self._mean_log += weight * (bucket - self._mean_log)
         usual.add(bucket)
 
-    def hold_seconds(self, price: float, tool: str | None, usual: "ProgramTimes") -> float:
+    def hold_seconds(
+        self, price: float, tool: str | None, usual: "ProgramTimes", returning: float = 1.0
+    ) -> float:
         """For how long to hold an acting program's KV before giving it up.
 
         ``price``, seconds: for how long holding costs as much as recomputing. The answer is the
         T that minimises E[min(t, T)] + P(t > T) * price over the distribution of tool times t of
         ``tool``, if it has been seen, else of all tools shifted to what the program's take; with
-        some probability, learned too, the program has ended and t is endless. With that T the
+        probability 1 - ``returning`` the program has ended and t is endless. With that T the
         expected cost is least among all rules that know no more; it is 0 when holding is not worth
         it at all.
         """
         known = None if tool is None else self._tools.get(tool)
         if known is not None:
-            return known.hold_until(_bucket(price), self.returning)
+            return known.hold_until(_bucket(price), returning)
         # k times longer tools and a price k times as high give a T that is k times longer.
         shift = usual.shift_from(self._mean_log)
         base = _bucket(price) - shift
-        best = self._overall.hold_until(min(max(base, 0), _BUCKETS - 1), self.returning)
+        best = self._overall.hold_until(min(max(base, 0), _BUCKETS - 1), returning)
         return best * 2 ** (shift / _BUCKETS_PER_OCTAVE)
 
 
