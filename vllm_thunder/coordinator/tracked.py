@@ -1,0 +1,59 @@
+"""One agent run as the coordinator knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_thunder.coordinator.backend import Backend
+
+__all__ = ["Tracked"]
+
+
+@dataclass(slots=True, eq=False)
+class Tracked:
+    """Mutable record; only :class:`~vllm_thunder.coordinator.fleet.Fleet` writes to it.
+
+    Times are seconds on the caller's clock. Identity is the object.
+    """
+
+    program_id: str
+    created_at: float
+    priority: int = 0
+    group: str | None = None
+    parent_id: str | None = None
+    deadline_seconds: float | None = None
+
+    #: The engine that computed its context; None before its first turn, and when that engine died.
+    home: Backend | None = None
+    #: Blocks of its context that are in its home's memory.
+    resident_blocks: int = 0
+    #: It has a claim on its home's memory: its turns go there as they arrive.
+    claimed: bool = False
+    #: Tokens of its context after its last turn, and of the prompt that waits, as far as known.
+    context_tokens: int = 0
+    prompt_tokens: int = 0
+
+    #: Turns that wait here, oldest first.
+    waiting: dict[str, None] = field(default_factory=dict)
+    waiting_since: float | None = None
+    #: Turns in flight by the engine that they were sent to.
+    running: dict[str, Backend] = field(default_factory=dict)
+    #: Its place may not change before this time although another engine would fit better.
+    settled_until: float = 0.0
+    idle_since: float = 0.0
+    longest_wait: float = 0.0
+    moves: int = 0
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a turn has arrived and has not ended."""
+        return bool(self.waiting or self.running)
+
+    def __repr__(self) -> str:
+        where = "nowhere" if self.home is None else self.home.backend_id
+        return (
+            f"Tracked({self.program_id!r}, {where}, resident={self.resident_blocks}, "
+            f"waiting={len(self.waiting)}, running={len(self.running)})"
+        )
