@@ -136,7 +136,8 @@ def test_a_held_turn_is_cancelled_and_sent_again(make_engine):
     again = engine.send(text(2, 30 * BLOCK), "p")
     engine.run(blocker, again)
     assert engine.program("p").restores == 1
-    assert engine.program("p").turns_done == 1  # the other one never ran
+    assert engine.program("p").turns_done == 2
+    assert engine.program("p").turns_run == 1
 
 
 def test_overlapping_turns_of_one_program(make_engine):

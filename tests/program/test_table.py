@@ -83,14 +83,14 @@ def test_a_turn_that_was_only_held_is_no_turn_and_its_retry_no_tool(table):
         table.request_held(program, f"r{n}", n * 30.0)
         table.request_unheld(program, f"r{n}", n * 30.0 + 29.9)
         assert table.request_ended(program, f"held{n}", n * 30.0 + 29.9)
-    assert table.get("p").turns_done == 0
+    assert table.get("p").turns_run == 0
     turn(table, "p", 600.0)
     for n in range(20):
         program = table.turn_arrived(Turn("p", f"again{n}"), 100, 604.0 + n)
         table.request_held(program, f"s{n}", 604.0 + n)
         table.request_unheld(program, f"s{n}", 604.9 + n)
         table.request_ended(program, f"again{n}", 604.9 + n)
-    assert table.get("p").turns_done == 1
+    assert table.get("p").turns_run == 1
     assert table.tool_times.samples == 1  # 601 to 604
     assert table.returns.value == 1.0
 

@@ -74,8 +74,10 @@ class Program:
 
     idle_since: float = 0.0
     restored_at: float = 0.0
-    #: Turns that ended of which at least one request ran.
+    #: Turns that ended, in whatever way.
     turns_done: int = 0
+    #: Those of them of which at least one request ran.
+    turns_run: int = 0
     #: The turn that ended last had been held all the time: its client did not wait any longer.
     gave_up_waiting: bool = False
     pauses: int = 0

@@ -134,11 +134,11 @@ class ProgramTable:
         return program
 
     def _learn_return(self, program: Program, turn: Turn, now: float) -> None:
-        if not program.turns_done or program.gave_up_waiting:
+        if not program.turns_run or program.gave_up_waiting:
             return  # no tool ran since its last turn
         tool = turn.tool or program.tool
         self.tool_times.add(now - program.idle_since, tool, program.tool_times)
-        if program.turns_done == 1:
+        if program.turns_run == 1:
             self.returns.add(1.0)
             if program.given_up:
                 self.returns.add(1.0)  # undoes the miss that its pause counted as
@@ -194,7 +194,8 @@ class ProgramTable:
         self.turns_done += 1
         program.gave_up_waiting = turn_id in program.unserved
         program.unserved.discard(turn_id)
-        program.turns_done += not program.gave_up_waiting
+        program.turns_done += 1
+        program.turns_run += not program.gave_up_waiting
         program.idle_since = now
         if program.in_flight:
             return False
@@ -204,7 +205,7 @@ class ProgramTable:
         program.deadline_seconds = None
         program.prompt_tokens = 0
         self._rests(program, now)
-        if program.turns_done > 1 and not program.gave_up_waiting:
+        if program.turns_run > 1 and not program.gave_up_waiting:
             self._expected[program] = None
         self._learn_losses(now)
         if program.parent_id is not None:
@@ -219,7 +220,7 @@ class ProgramTable:
 
     def returning(self, program: Program) -> float:
         """Probability that a program which has begun to act comes back."""
-        return self.returns.value if program.turns_done <= 1 else self.tool_times.returning
+        return self.returns.value if program.turns_run <= 1 else self.tool_times.returning
 
     def _learn_losses(self, now: float) -> None:
         """Programs that do not come back are missed: most have ended and were not released."""
@@ -244,7 +245,7 @@ class ProgramTable:
     def learn_context(self, program: Program, context_tokens: int, output_tokens: int) -> None:
         """A request of the program ended normally with this context (tokens, output included)."""
         self.output_tokens.add(output_tokens)
-        if program.turns_done and context_tokens > program.context_tokens:
+        if program.turns_run and context_tokens > program.context_tokens:
             sample = float(context_tokens - program.context_tokens)
             self.growth.add(sample)
             weight = 1.0 if program.growth == 0.0 else 0.5
@@ -253,7 +254,7 @@ class ProgramTable:
 
     def learn_hits(self, program: Program, cached_tokens: int, prompt_tokens: int) -> None:
         """A request of the program began of whose prompt so much was in the prefix cache."""
-        if not program.turns_done or not prompt_tokens:
+        if not program.turns_run or not prompt_tokens:
             return  # nothing of a first turn can be cached but what others share
         share = cached_tokens / prompt_tokens
         if program.hit_rate is None:
@@ -286,7 +287,7 @@ class ProgramTable:
         program.status = Status.PAUSED
         program.pauses += 1
         self.pauses += 1
-        if program.turns_done == 1 and not program.given_up and not program.in_flight:
+        if program.turns_run == 1 and not program.given_up and not program.in_flight:
             program.given_up = True
             self.returns.add(0.0)
         self._deactivate(program)

@@ -322,7 +322,7 @@ class ThunderPolicy(FcfsPolicy):
         assert program.waiting_since is not None
         first = next(iter(self.acting), None)
         since = program.waiting_since
-        if first is not None and first.turns_done > 1:
+        if first is not None and first.turns_run > 1:
             since = max(since, inf if self._idle_since is None else self._idle_since)
         return since + self.config.idle_grace
 
