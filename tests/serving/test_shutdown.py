@@ -8,7 +8,7 @@ from contextlib import suppress
 import aiohttp
 import pytest
 
-from tests.serving.client import CROWDED_OUT, Client, words
+from tests.serving.client import CROWDED_OUT, Client, Refused, words
 from tests.serving.conftest import KEY, Server, ServeWith
 
 MOST_PROGRAMS = 100
@@ -106,7 +106,11 @@ async def test_sigterm_without_a_timeout_aborts(ending_server: Server) -> None:
                     )
             await asyncio.wait(calls)
         for call in calls:
-            if error := call.exception():
+            error = call.exception()
+            if isinstance(error, Refused):  # the same, before the answer had begun
+                assert error.status == 500
+                assert "EngineCore encountered an issue" in str(error)
+            elif error is not None:
                 assert isinstance(error, aiohttp.ClientError), error
             else:
                 assert {c["finish_reason"] for c in call.result()["choices"]} == {"abort"}
