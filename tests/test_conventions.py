@@ -115,7 +115,10 @@ def test_forbidden_patterns_match_what_they_should() -> None:
         assert path.search(text.replace("#", "/")), text
     for text in ("a#tmp/b", "#workers", "https:##host#worklist", "frame#work.py"):
         assert not path.search(text.replace("#", "/")), text
-    assert host.search(f"https://{'.'.join(('pypi', 'org'))}/simple")
+    for escaped in host.pattern.split("|"):
+        name = escaped.replace("[.]", ".")
+        assert host.search(f"https://{name}/x"), name
+        assert not host.search(name.replace(".", "-")), name
 
 
 @pytest.mark.parametrize("file", PUBLIC_MODULES, ids=name_of)

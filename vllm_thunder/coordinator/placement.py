@@ -7,7 +7,7 @@ when its home has room, it then pays at most twice what knowing would have cost 
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from vllm_thunder.coordinator.backend import Backend
@@ -26,19 +26,14 @@ class Choice(NamedTuple):
 class Rooms:
     """Usable backends by unclaimed blocks, so that the best fit is a binary search."""
 
-    def __init__(self, backends: Iterable[Backend] = ()):
+    def __init__(self) -> None:
         self._sorted: list[tuple[float, int, Backend]] = []
         self._entry_of: dict[Backend, tuple[float, int, Backend]] = {}
         self._added = 0
         self._positive = 0.0
-        for backend in backends:
-            self.update(backend)
 
     def __len__(self) -> int:
         return len(self._sorted)
-
-    def __iter__(self) -> Iterator[Backend]:
-        return (backend for _, _, backend in self._sorted)
 
     def __contains__(self, backend: Backend) -> bool:
         return backend in self._entry_of

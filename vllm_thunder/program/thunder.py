@@ -97,7 +97,7 @@ class ThunderPolicy(FcfsPolicy):
         if program.status is not Status.ACTIVE:
             return []
         if program.yields and self.table.waiting:
-            return [self._pause(program, "yields to a program that waits")]
+            return self.drained(program)
         self.table.set_yields(program, False)
         self.table.set_claim(program, self._claim(program))
         self._rank_acting(program)
