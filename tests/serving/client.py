@@ -80,7 +80,8 @@ class Client:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._session = aiohttp.ClientSession(
             headers=headers,
-            connector=aiohttp.TCPConnector(limit=0),
+            # vLLM closes idle connections after 5 s: one that is used in that moment is lost.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3),
             timeout=aiohttp.ClientTimeout(total=240),
             read_bufsize=1 << 20,
         )
