@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_thunder.patching.installed import verify
 from vllm_thunder.program.config import CONFIG_KEY, POLICIES, ThunderConfig, flag_of
 from vllm_thunder.program.errors import ConfigError
+from vllm_thunder.program.settings import range_text
 
 if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -124,7 +125,7 @@ def _add_settings(parser: "FlexibleArgumentParser") -> None:
     )
     lines = []
     for field in dataclasses.fields(ThunderConfig):
-        text = f"{field.metadata['help']} (default: {field.default}{_range(field, ', range: ')})"
+        text = f"{field.metadata['help']} (default: {field.default}{_in_range(field, ', range: ')})"
         lines.append(f"  {flag_of(field.name)}\n      {text}")
         kind: dict[str, Any] = (
             {"choices": POLICIES} if field.name == "policy" else {"type": _parser_of(field)}
@@ -156,14 +157,12 @@ def _parser_of(field: "dataclasses.Field[Any]") -> Any:
         except ValueError:
             name = "an integer" if kind is int else "a number"
             raise argparse.ArgumentTypeError(
-                f"{text!r} is not {name}{_range(field, ' in ')}"
+                f"{text!r} is not {name}{_in_range(field, ' in ')}"
             ) from None
 
     return parse
 
 
-def _range(field: "dataclasses.Field[Any]", lead: str) -> str:
-    low, high = field.metadata["low"], field.metadata["high"]
-    if low is None and high is None:
-        return ""
-    return f"{lead}[{low}, {'infinity)' if high is None else f'{high}]'}"
+def _in_range(field: "dataclasses.Field[Any]", lead: str) -> str:
+    allowed = range_text(field)
+    return lead + allowed if allowed else ""

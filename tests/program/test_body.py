@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_thunder.engine.body import acceptable_body
+from vllm_thunder.program.body import acceptable_body
 from vllm_thunder.program.identity import BODY_NAMES, decode_routing_fields
 
 
