@@ -31,6 +31,12 @@ class FakeCore:
     answers: dict[str, Any] = field(default_factory=dict)
     calls: list[tuple] = field(default_factory=list)
     delay: float = 0.0
+    rank_count: int = 1
+
+    @property
+    def core_engines(self) -> list[bytes]:
+        """The name of each data-parallel rank."""
+        return [rank.to_bytes(2, "little") for rank in range(self.rank_count)]
 
     async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
         assert method == "programs"

@@ -2,7 +2,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.http.driver import FakeCore, RanksCore
@@ -52,7 +52,7 @@ async def test_one_rank_is_passed_on_as_it_is():
     programs, core = programs_with(get=[program()], list=[[program()]], summary=[{"x": 1}])
     assert await programs.get("a") == program()
     assert await programs.page("", 7) == ([program()], None)
-    assert await programs.summary() == {"x": 1}
+    assert await programs.summary() == {"x": 1, "ranks": 1}
     assert core.calls == [("get", "a"), ("list", "", "8"), ("summary",)]
 
 
@@ -88,6 +88,7 @@ async def pages_of(programs, limit, between=lambda: None):
 IDS = st.text(st.sampled_from("ab\U0001f9f5\xe9\n /"), min_size=1, max_size=4)
 
 
+@settings(deadline=None)
 @given(st.lists(st.sets(IDS, max_size=12), min_size=1, max_size=3), st.integers(1, 5))
 def test_the_pages_hold_every_program_of_every_rank_once(ranks, limit):
     core = RanksCore([{name: program(name, turns=1) for name in names} for names in ranks])
@@ -251,6 +252,7 @@ async def test_a_summary_counts_a_program_on_two_ranks_once():
         "by_status": {"ACTIVE": 2, "PAUSED": 1, "TERMINATED": 0},
         "total_blocks": 200,
         "longest_wait_seconds": 5.0,
+        "ranks": 2,
     }
 
 

@@ -5,15 +5,15 @@ import re
 import pytest
 
 from tests.http.driver import JSON, FakeCore, Model, Server
-from vllm_thunder.engine.http import ENGINE_PATHS
 from vllm_thunder.program.context import current_turn
+from vllm_thunder.program.endpoints import MODEL_CALLS
 from vllm_thunder.program.turn import Turn
 
 CHAT = "/v1/chat/completions"
 MAIN_PATHS = [CHAT, "/v1/completions", "/v1/responses", "/v1/messages"]
 
 
-@pytest.mark.parametrize("path", sorted(ENGINE_PATHS))
+@pytest.mark.parametrize("path", sorted(MODEL_CALLS))
 async def test_a_labelled_call_runs_with_its_turn(path):
     server = Server()
     answer = await server.post(path, {"program_id": "a", "model": "m"})

@@ -19,7 +19,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import VLLMError
 
 from tests.http.driver import Server
-from vllm_thunder.engine.http import ENGINE_PATHS
+from vllm_thunder.program.endpoints import MODEL_CALLS
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 ENDPOINTS = {
@@ -188,4 +188,4 @@ def test_every_post_endpoint_of_vllm_is_known():
             path = first.value if isinstance(first, ast.Constant) else None
             if node.func.attr == "post" and isinstance(path, str) and path.startswith("/"):
                 found.add(path)
-    assert found == ENGINE_PATHS | OTHER_PATHS
+    assert found == MODEL_CALLS | OTHER_PATHS

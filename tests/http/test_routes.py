@@ -133,7 +133,7 @@ async def test_list_and_summary():
     server = Server(core=FakeCore({"list": [[PROGRAM]], "summary": [{"programs": 1}]}))
     for target in ("/programs", "/programs/"):
         assert (await server.get(target)).json() == {"programs": [PROGRAM]}
-    assert (await server.get("/programs/summary")).json() == {"programs": 1}
+    assert (await server.get("/programs/summary")).json() == {"programs": 1, "ranks": 1}
     assert server.core.calls == [("list", "", "1001"), ("list", "", "1001"), ("summary",)]
 
 

@@ -136,3 +136,36 @@ def test_vllm_answers_for_a_wrong_priority_of_its_own_and_we_for_ours(value):
     assert resolve({"program_id": "a", "priority": value}).priority == 0
     with pytest.raises(IdentityError, match=r"agentic_context\.priority"):
         resolve({"program_id": "a", "agentic_context": {"priority": value}})
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        ("0", 0.0),
+        ("12.5", 12.5),
+        ("3", 3.0),
+        ("1e1", 10.0),
+        ("-2.5", -2.5),
+        ("", 0.0),
+        (None, 0.0),
+    ],
+)
+def test_a_turn_tells_how_long_it_has_waited_in_front_of_the_engine(header, seconds):
+    headers = {} if header is None else {"x-program-waited": header}
+    assert resolve({"program_id": "a"}, headers).waited_seconds == seconds
+
+
+@pytest.mark.parametrize(
+    "header", ["soon", "nan", "inf", "-inf", "--1", "- 1", "1 s", "1e400", "\xb2"]
+)
+def test_a_wait_that_is_no_number_of_seconds_is_refused(header):
+    with pytest.raises(IdentityError) as caught:
+        resolve({"program_id": "a"}, {"x-program-waited": header})
+    assert caught.value.field == "header x-program-waited"
+    assert str(caught.value) == (
+        "header x-program-waited: must be a number of seconds from -3155760000 to 3155760000"
+    )
+
+
+def test_a_request_without_an_id_has_no_wait():
+    assert resolve({}, {"x-program-waited": "soon"}) is None

@@ -33,6 +33,9 @@ _SMALLEST = ("idle_seconds", "priority")
 #: Programs that one engine call describes when all are wanted: a rank does not step meanwhile.
 _ALL_BY = 1000
 
+#: While a question is open it is looked this often (seconds) whether its engine core is alive.
+_ALIVE_SECONDS = 1.0
+
 #: Summary and metric values that do not add up over ranks.
 _NOT_ADDED = {"longest_wait_seconds": max}
 
@@ -86,11 +89,12 @@ class EnginePrograms:
         return programs[:limit], programs[limit - 1]["program_id"]
 
     async def summary(self) -> dict[str, Any]:
-        """Totals over all programs and ranks."""
+        """Totals over all programs and ranks, and how many ``ranks`` there are."""
         summaries = await self.call("summary")
         if len(summaries) == 1:
-            return summaries[0]
-        return merge_summaries(summaries, await self._all())
+            return {**summaries[0], "ranks": 1}
+        merged = merge_summaries(summaries, await self._all())
+        return {**merged, "ranks": len(summaries)}
 
     async def _all(self) -> list[dict[str, Any]]:
         programs, after = await self.page("", _ALL_BY)
@@ -98,6 +102,31 @@ class EnginePrograms:
             page, after = await self.page(after, _ALL_BY)
             programs += page
         return programs
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks that this server sends requests to."""
+        return len(self._core.core_engines)
+
+    async def changes(self, rank: int, after: str, wait: float) -> bytes:
+        """What has changed on one rank: an :class:`~vllm_thunder.program.report.EngineReport` in
+        JSON. The rank answers when there is something, after ``wait`` seconds at the latest.
+
+        Raises vLLM's EngineDeadError when an engine core is gone, also while this waits.
+        """
+        core = self._core
+        question = asyncio.ensure_future(
+            core._call_utility_async(
+                "programs", "changes", after, str(wait), engine=core.core_engines[rank]
+            )
+        )
+        try:
+            while not (await asyncio.wait({question}, timeout=_ALIVE_SECONDS))[0]:
+                core.ensure_alive()  # vLLM leaves a call open whose engine core has died
+            report: bytes = question.result()
+            return report
+        finally:
+            question.cancel()
 
     async def metrics(self) -> dict[str, Any]:
         """What :class:`vllm_thunder.engine.metrics.ProgramCollector` renders."""

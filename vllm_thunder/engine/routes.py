@@ -7,7 +7,14 @@
                                      them by id, those after ?after=; no "next": that was the last
     GET  /programs?program_id=a      the same record as /programs/a, for every possible id
     GET  /programs/{program_id}      any id, percent-encoded, slashes included
-    GET  /programs/summary           totals; a program called "summary" is at ?program_id=summary
+    GET  /programs/summary           totals, and "ranks": how many data-parallel ranks there are
+    GET  /programs/changes           what has changed after ?after=CURSOR ("": tell everything), as
+                                     vllm_thunder/program/report.py says; if nothing has, as soon
+                                     as something does, or after ?wait= (0) seconds, at most 60.
+                                     Of one data-parallel rank, ?rank= from 0; needed if there are
+                                     several
+
+Programs called "summary" and "changes" are at ?program_id=summary and ?program_id=changes.
 
 A release never fails for an unknown id ("released" is false), and answers at once while turns
 are in flight ("pending" is true): the program goes when they have ended. A tool is what the
@@ -15,47 +22,40 @@ program has begun to run after its turn: how long it will is learned by that nam
 program "known" is false.
 """
 
+import re
 from collections.abc import Awaitable
 from http import HTTPStatus
+from math import inf
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
-from starlette.convertors import Convertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from vllm.logger import init_logger
 
+from vllm_thunder.asgi import ANY_TEXT
 from vllm_thunder.engine.client import EnginePrograms
 from vllm_thunder.engine.errors import error_response
 from vllm_thunder.program.errors import IdentityError
 from vllm_thunder.program.values import program_id_of
 
-__all__ = ["ROUTES", "build_routes"]
+__all__ = ["build_routes"]
 
 logger = init_logger(f"vllm.{__name__}")  # below vLLM's: its level and handlers
-
-#: Every path that :func:`build_routes` serves starts with this.
-ROUTES = "/programs"
 
 #: Programs in one answer of ``GET /programs``, and at most.
 _PAGE, _LARGEST_PAGE = 1000, 10_000
 
+#: Seconds for which ``GET /programs/changes`` waits at most.
+_LONGEST_WAIT = 60
 
-class _AnyText(Convertor[str]):
-    """Like Starlette's ``path``, which stops at a newline."""
+#: Longest text of a cursor that is looked at: those that are given out are much shorter.
+_LONGEST_CURSOR = 200
 
-    regex = r"(?s:.*)"
-
-    def convert(self, value: str) -> str:
-        return value
-
-    def to_string(self, value: str) -> str:
-        return value
-
-
-register_url_convertor("any_text", _AnyText())
+_RANK = re.compile(r"\d{1,6}", re.ASCII)
+_SECONDS = re.compile(r"\d{1,3}(\.\d{1,20})?", re.ASCII)
 
 
 class _Told(msgspec.Struct):
@@ -116,14 +116,21 @@ def build_routes(programs: EnginePrograms) -> FastAPI:
         return JSONResponse({"programs": page, **more})
 
     # One route: Starlette would also find "/programs/summary" in "/programs/summary\n".
-    @app.get("/programs/{rest:any_text}")
+    @app.get(f"/programs/{{rest:{ANY_TEXT}}}")
     async def get_programs(
-        rest: str, program_id: str | None = None, after: str = "", limit: str = str(_PAGE)
+        rest: str,
+        program_id: str | None = None,
+        after: str = "",
+        limit: str = str(_PAGE),
+        wait: str = "0",
+        rank: str | None = None,
     ) -> Response:
         if not rest:
             return await list_programs(program_id, after, limit)
         if rest == "summary":
             return _json(await _ask(programs.summary()))
+        if rest == "changes":
+            return await _changes(programs, after, wait, rank)
         return await _one(programs, rest)
 
     return app
@@ -163,6 +170,39 @@ async def _one(programs: EnginePrograms, program_id: str) -> Response:
     if answer is None:
         return error_response("No program has this id.", HTTPStatus.NOT_FOUND, "program_id")
     return _json(answer)
+
+
+async def _changes(programs: EnginePrograms, after: str, wait: str, rank: str | None) -> Response:
+    try:
+        if len(after) > _LONGEST_CURSOR:
+            raise IdentityError("after", f"must have at most {_LONGEST_CURSOR} characters")
+        seconds, index = _wait_of(wait), _rank_of(rank, programs.ranks)
+    except IdentityError as error:
+        return error_response(str(error), HTTPStatus.BAD_REQUEST, error.field)
+    answer = await _ask(programs.changes(index, after, seconds))
+    if isinstance(answer, Response):
+        return answer
+    return Response(answer, media_type="application/json")
+
+
+def _wait_of(text: str) -> float:
+    """Raises IdentityError unless ``text`` is a number of seconds to wait."""
+    seconds = float(text) if _SECONDS.fullmatch(text) else inf
+    if seconds > _LONGEST_WAIT:
+        raise IdentityError("wait", f"must be a number of seconds from 0 to {_LONGEST_WAIT}")
+    return seconds
+
+
+def _rank_of(text: str | None, ranks: int) -> int:
+    """Raises IdentityError unless ``text`` names one of the ranks; it may be left out for the only
+    one."""
+    if text is None and ranks == 1:
+        return 0
+    number = int(text) if text is not None and _RANK.fullmatch(text) else ranks
+    if number >= ranks:
+        problem = "is missing: it" if text is None else ""
+        raise IdentityError("rank", f"{problem} must be an integer from 0 to {ranks - 1}".strip())
+    return number
 
 
 async def _ask(question: Awaitable[Any]) -> Any:

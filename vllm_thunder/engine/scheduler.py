@@ -6,7 +6,7 @@ wait are in a queue of our own: vLLM's queues hold only what may run now.
 """
 
 import time
-from collections.abc import Callable, Container
+from collections.abc import Container
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -21,7 +21,11 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_thunder.engine.block_pool import ProgramBlockPool, program_kv_cache
+from vllm_thunder.engine.feed import ProgramFeed
+from vllm_thunder.engine.held import HeldTurns
 from vllm_thunder.engine.kv_groups import group_sizes
+from vllm_thunder.engine.operations import ProgramOperations
+from vllm_thunder.engine.preemption import cheapest_to_compute_again
 from vllm_thunder.engine.prompts import HeldPrompts
 from vllm_thunder.engine.status import EngineStatus
 from vllm_thunder.engine.step_times import StepTimes
@@ -29,7 +33,7 @@ from vllm_thunder.engine.unlabelled import UnlabelledBlocks
 from vllm_thunder.program.config import CONFIG_KEY, ThunderConfig
 from vllm_thunder.program.cost import ContextBlocks
 from vllm_thunder.program.decisions import Action, ActionKind, Memory
-from vllm_thunder.program.errors import IntegrityError, ThunderError
+from vllm_thunder.program.errors import IntegrityError
 from vllm_thunder.program.policy import make_policy
 from vllm_thunder.program.program import Program, Status
 from vllm_thunder.program.table import ProgramTable
@@ -63,7 +67,8 @@ class ProgramScheduler(AsyncScheduler):
             raise IntegrityError(f"a program pool was expected, vLLM built {type(pool).__name__}")
         self.pool = pool
         self.pool.free_block_queue.half_life = config.acting_half_life
-        self.blocks_of = ContextBlocks(group_sizes(self.kv_cache_config))
+        groups = group_sizes(self.kv_cache_config)
+        self.blocks_of = ContextBlocks(groups)
         if config.policy != "fcfs" and not self.kv_cache_manager.enable_caching:
             # Some models turn prefix caching off by themselves: nothing outlives a turn then.
             logger.warning("Prefix caching is off for this model: programs are scheduled as fcfs.")
@@ -71,18 +76,35 @@ class ProgramScheduler(AsyncScheduler):
         # Not "policy": that is vLLM's own, fcfs or priority.
         self.program_policy = make_policy(config, self.table, self.blocks_of)
         self.status = EngineStatus(
-            self.table,
-            self.pool,
-            self.program_policy,
-            clock=lambda: self.clock(),
-            memory=self.memory,
+            self.table, self.pool, self.program_policy, clock=self._now, memory=self.memory
         )
-        self._held: dict[str, Request] = {}
-        self._held_grammars: dict[str, Request] = {}  # those of them whose grammar may be an error
+        self.feed = ProgramFeed(
+            self.table,
+            self.pool.ledger,
+            self.program_policy,
+            memory=self.memory,
+            held=lambda: len(self._held),
+            groups=groups,
+        )
+        self._operations = ProgramOperations(
+            self.table,
+            self.program_policy,
+            self.status,
+            self.feed,
+            clock=self._now,
+            decide=self._decide,
+            release=self._release,
+            acts=self._program_acts,
+            check_integrity=self.check_integrity,
+        )
+        self._held = HeldTurns()
         self._unlabelled = UnlabelledBlocks(self.kv_cache_manager.coordinator.single_type_managers)
         self._changed = False
         self._prompts = HeldPrompts(self._held, self.pool, self.block_size)
         self._step_times = StepTimes(self.program_policy.prefill, 1 + self.num_spec_tokens)
+
+    def _now(self) -> float:
+        return self.clock()
 
     # -- turns arrive and end ----------------------------------------------------------
 
@@ -90,6 +112,7 @@ class ProgramScheduler(AsyncScheduler):
         request_id = request.request_id
         if request.program is None:
             self._unlabelled.add(request_id)
+            self.table.changes.touched()
         elif request_id not in self.pool.program_of:  # else the next chunk of a streaming session
             self._turn_arrived(request)
             return
@@ -109,7 +132,7 @@ class ProgramScheduler(AsyncScheduler):
         elif sibling and program.status is Status.ACTIVE and not program.held:
             self._admit(request, program)  # a turn that fans out runs as one
         elif self._holdable(request):
-            self._hold(request, program, now)
+            self._hold(request, program, now - turn.waited_seconds)
         else:
             self._activate(program, now)
             self._admit(request, program)
@@ -120,12 +143,11 @@ class ProgramScheduler(AsyncScheduler):
         transfers = self.connector is not None and request.kv_transfer_params is not None
         return not transfers and not request.resumable
 
-    def _hold(self, request: Request, program: Program, now: float) -> None:
-        self._held[request.request_id] = request
-        if request.structured_output_request is not None:
-            self._held_grammars[request.request_id] = request
-        self.table.request_held(program, request.request_id, now)
-        self.program_policy.waits(program, now)
+    def _hold(self, request: Request, program: Program, since: float) -> None:
+        """The request waits for its program's restore, as one that waits since ``since``."""
+        self._held.hold(request)
+        self.table.request_held(program, request.request_id, since)
+        self.program_policy.waits(program, since)
         self._changed = True
 
     def _admit(self, request: Request, program: Program) -> None:
@@ -137,12 +159,12 @@ class ProgramScheduler(AsyncScheduler):
         super()._enqueue_waiting_request(request)
 
     def _unhold(self, program: Program, request_id: str, now: float) -> Request:
-        self.status.waited(now - (program.waiting_since or now))
+        assert program.waiting_since is not None
+        self.status.waited(max(now - program.waiting_since, 0.0))
         self.table.request_unheld(program, request_id, now)
         if not program.held:
             self.program_policy.waits_no_more(program)
-        self._held_grammars.pop(request_id, None)
-        return self._held.pop(request_id)
+        return self._held.take(request_id)
 
     def _free_request(
         self, request: Request, delay_free_blocks: bool = False
@@ -150,6 +172,7 @@ class ProgramScheduler(AsyncScheduler):
         result = super()._free_request(request, delay_free_blocks)
         if request.request_id in self._unlabelled:
             self._unlabelled.remove(request.request_id)
+            self.table.changes.touched()
             self._changed |= bool(self._held)
         program = self.pool.program_of.pop(request.request_id, None)
         if program is not None:
@@ -191,6 +214,7 @@ class ProgramScheduler(AsyncScheduler):
 
     def _program_acts(self, program: Program, now: float) -> None:
         """Its last turn ended."""
+        self._changed = True
         if program.release_when_turn_ends:
             self.table.released += 1
             self._release(program)
@@ -203,7 +227,7 @@ class ProgramScheduler(AsyncScheduler):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         now = self.clock()
         self.pool.free_block_queue.now = now
-        if self._held_grammars:
+        if self._held.grammars:
             self._surface_grammar_errors(now)
         if self._changed or now >= self.program_policy.deadline:
             self._reconcile(now)
@@ -213,13 +237,17 @@ class ProgramScheduler(AsyncScheduler):
         if output.total_num_scheduled_tokens:
             self._step_times.scheduled(output, self.requests, now)
             self._learn_hits(output)
+        if self.feed.watchers:
+            self.feed.answer(now)
         return output
 
     def _learn_hits(self, output: SchedulerOutput) -> None:
         for started in output.scheduled_new_reqs:
             request = self.requests[started.req_id]
             program = self.pool.owner_of(request)
-            if program is not None:
+            if program is None:
+                self.table.changes.touched()  # what it uses is known only now
+            else:
                 cached = started.num_computed_tokens
                 self.table.learn_hits(program, cached, request.num_prompt_tokens)
 
@@ -231,6 +259,10 @@ class ProgramScheduler(AsyncScheduler):
         if scheduler_output.total_num_scheduled_tokens:
             self._step_times.output_arrived(now)
         return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _decide(self, now: float) -> None:
+        if self._changed or now >= self.program_policy.deadline:
+            self._reconcile(now)
 
     def _reconcile(self, now: float) -> None:
         self._changed = False
@@ -292,14 +324,11 @@ class ProgramScheduler(AsyncScheduler):
             if program.requests_running == 1 and program.status is Status.ACTIVE:
                 for action in self.program_policy.withdraw(program):
                     self._carry_out(action, now)
-            self._hold(request, program, program.waited_since or now)
+            arrived = now - request.program.waited_seconds
+            self._hold(request, program, min(arrived, program.waited_since or arrived))
 
     def _choose_preemption_victim(self, request: Request, pinned: Container[str]) -> Request:
-        """The turn that is cheapest to compute again, instead of vLLM's last one in the list.
-
-        Costs only grow while a turn runs, so the dearest one is never the victim of another: it
-        ends, and two turns cannot push each other out for ever.
-        """
+        """The turn that is cheapest to compute again, instead of vLLM's last one in the list."""
         if not self.program_policy.holds or len(self._unlabelled) == len(self.requests):
             return super()._choose_preemption_victim(request, pinned)
         candidates = (
@@ -307,21 +336,13 @@ class ProgramScheduler(AsyncScheduler):
             for each in reversed(self.running)
             if each is request or each.request_id not in pinned
         )
-        return min(candidates, key=self._preemption_rank)
-
-    def _preemption_rank(self, request: Request) -> tuple[int, bool, int]:
-        program = self.pool.program_of.get(request.request_id)
-        if program is None:
-            return -request.priority, False, request.num_computed_tokens
-        kept = program.shared_resident_blocks * self.block_size  # others hold these: they stay
-        return -request.priority, program.goes_first, max(request.num_computed_tokens - kept, 0)
+        return cheapest_to_compute_again(candidates, self.pool.program_of, self.block_size)
 
     def _surface_grammar_errors(self, now: float) -> None:
         """Let held turns whose grammar does not compile fail now instead of when restored."""
-        for request_id, request in list(self._held_grammars.items()):
-            if isinstance(request.structured_output_request.grammar, Exception):
-                program = self.pool.program_of[request_id]
-                self._admit(self._unhold(program, request_id, now), program)
+        for request_id in self._held.broken():
+            program = self.pool.program_of[request_id]
+            self._admit(self._unhold(program, request_id, now), program)
 
     # -- programs are released ---------------------------------------------------------
 
@@ -342,48 +363,13 @@ class ProgramScheduler(AsyncScheduler):
             self.table.evicted += 1
             self._release(program)
 
-    def programs(self, op: str, *args: Any) -> Any:
-        """Operations that reach the engine core as utility calls: a name, at most two strings."""
-        operations: dict[str, Callable[..., Any]] = {
-            "release": self.release_program,
-            "turn_end": self.end_fan,
-            "tool": self.tool_began,
-            "get": self.status.get,
-            "list": self.status.list,
-            "summary": self.status.summary,
-            "metrics": self.status.metrics,
-            "check_integrity": self.check_integrity,
-        }
-        if op not in operations:
-            raise ThunderError(f"unknown operation {op!r}; known: {', '.join(operations)}")
-        return operations[op](*args)
+    def programs(self, op: str, *args: str) -> Any:
+        """What a utility call of this name asks for; see :class:`ProgramOperations`."""
+        return self._operations.call(op, *args)
 
     def release_program(self, program_id: str) -> dict[str, Any]:
         """Release now, or when the turns in flight end; idempotent."""
-        program = self.table.get(program_id)
-        pending = program is not None and program.in_flight
-        if program is not None:
-            if pending:
-                program.release_when_turn_ends = True
-            else:
-                self.table.released += 1
-                self._release(program)
-        return {"program_id": program_id, "released": program is not None, "pending": pending}
-
-    def end_fan(self, program_id: str, turn_id: str) -> None:
-        """The front end says that a turn that fans out sends no more requests."""
-        program = self.table.get(program_id)
-        if program is not None and self.table.fan_ended(program, turn_id, self.clock()):
-            self._changed = True
-            self._program_acts(program, self.clock())
-
-    def tool_began(self, program_id: str, tool_name: str) -> dict[str, Any]:
-        """The client says which tool a program has begun to run."""
-        program = self.table.get(program_id)
-        if program is not None:
-            program.tool = tool_name
-            self.program_policy.tool_known(program)
-        return {"program_id": program_id, "known": program is not None}
+        return self._operations.release(program_id)
 
     # -- what the engine core asks -----------------------------------------------------
 
@@ -407,20 +393,35 @@ class ProgramScheduler(AsyncScheduler):
             return 0.0
         if len(self.kv_holding_waiting) > self.num_waiting_for_streaming_input:
             return 0.0
-        nap = min(self.program_policy.deadline - self.clock(), LONGEST_NAP_SECONDS)
-        if self._held_grammars:
+        wake_at = min(self.program_policy.deadline, self.feed.due_at())
+        nap = min(wake_at - self.clock(), LONGEST_NAP_SECONDS)
+        if self._held.grammars:
             nap = min(nap, GRAMMAR_POLL_SECONDS)
         return max(nap, 0.0)
 
     def idle_timeout(self) -> float | None:
         """Does what is due without a step; seconds until it is to be asked again, None: never."""
         now = self.clock()
-        if self._changed or now >= self.program_policy.deadline:
-            self._reconcile(now)
-        if self.program_policy.deadline == inf:
+        self._decide(now)
+        self.feed.answer(now)
+        wake_at = min(self.program_policy.deadline, self.feed.due_at())
+        if wake_at == inf:
             return None
         # Retention is a client's number: a wait has to fit into what a lock can wait for.
-        return min(max(self.program_policy.deadline - now, 0.001), LONGEST_SLEEP_SECONDS)
+        return min(max(wake_at - now, 0.001), LONGEST_SLEEP_SECONDS)
+
+    def has_requests(self) -> bool:
+        if super().has_requests():
+            return True
+        if self.feed.watchers:
+            # A data-parallel rank without work of its own neither steps nor waits while others
+            # work, and this is all that it asks.
+            self.idle_timeout()
+        return False
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.feed.close(self.clock())
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         super().set_pause_state(pause_state)

@@ -164,14 +164,14 @@ class EngineStatus:
 
     def _longest_wait_now(self) -> float:
         now = self._clock()
-        waits = (now - p.waiting_since for p in self._table.waiting if p.waiting_since)
+        waits = (now - p.waiting_since for p in self._table.waiting if p.waiting_since is not None)
         return max(self.longest_wait, *waits, 0.0)
 
     def _describe(self, program: Program, memory: Memory) -> dict[str, Any]:
         now = self._clock()
         waited, wait = 0.0, None
         if program.waiting_since is not None:
-            waited = now - program.waiting_since
+            waited = max(now - program.waiting_since, 0.0)
             wait = asdict(self._policy.why_held(program, now, memory))
         return {
             "program_id": program.program_id,

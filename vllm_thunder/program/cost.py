@@ -115,13 +115,21 @@ class PrefillCost:
         """Mean rate of the prompts seen lately; None until there was one."""
         return self._tokens / self._seconds if self._seconds else None
 
-    def seconds(self, start: float, end: float) -> float | None:
-        """Time to prefill the tokens from position ``start`` to ``end``; None as above."""
+    @property
+    def fitted(self) -> tuple[float, float] | None:
+        """a and b, seconds per token and per position; None as above."""
         if not self._seconds:
             return None
         if self._fitted is None:
             self._fitted = self._fit()
-        per_token, per_position = self._fitted
+        return self._fitted
+
+    def seconds(self, start: float, end: float) -> float | None:
+        """Time to prefill the tokens from position ``start`` to ``end``; None as above."""
+        fitted = self.fitted
+        if fitted is None:
+            return None
+        per_token, per_position = fitted
         return per_token * (end - start) + per_position * (end * end - start * start) / 2
 
     def _fit(self) -> tuple[float, float]:

@@ -82,6 +82,15 @@ class FcfsPolicy:
         self.deadline = self.table.next_expiry(now)
         return [Action(ActionKind.RELEASE, program, "retention ended") for program in expired]
 
+    def newcomer_room(self, now: float, memory: Memory) -> float:
+        """Blocks that a program may claim that comes at ``now``, behind all that wait; negative
+        when those who are here want more than there is."""
+        return memory.free_blocks
+
+    def newcomer_room_changes_at(self, now: float) -> float:
+        """When that room will next have changed although nothing happens; inf: never."""
+        return inf
+
     def check_integrity(self) -> None:
         """Raise IntegrityError where what the policy keeps in order is not what the table says."""
 

@@ -23,6 +23,7 @@ What else a request may tell about its turn (body, same four places, unless note
     ``kv_retention_ttl_seconds``                                     :attr:`Turn.retention_seconds`
     ``deadline_seconds``                                             :attr:`Turn.deadline_seconds`
     ``one_off``                                                      :attr:`Turn.one_off`
+    header ``X-Program-Waited``, seconds                             :attr:`Turn.waited_seconds`
 
 An id is a non-empty string of at most :data:`~vllm_thunder.program.values.MAX_ID_BYTES` UTF-8
 bytes, or an integer, which stands for its decimal string. JSON null means absent, and so does an
@@ -35,13 +36,21 @@ Other members of ``agentic_context`` (``step_id``) are accepted and have no effe
 import json
 import re
 from collections.abc import Callable, Mapping
+from math import nan
 from typing import Any
 
 import msgspec
 
+from vllm_thunder.program.endpoints import WAITED_HEADER
 from vllm_thunder.program.errors import IdentityError
 from vllm_thunder.program.turn import Turn
-from vllm_thunder.program.values import boolean_of, object_of, program_id_of, seconds_of
+from vllm_thunder.program.values import (
+    LONGEST_SECONDS,
+    boolean_of,
+    object_of,
+    program_id_of,
+    seconds_of,
+)
 
 __all__ = [
     "BODY_NAMES",
@@ -65,7 +74,14 @@ _PRIORITY_HEADER = "x-vllm-priority"
 
 #: Every header that :func:`resolve_turn` reads, in lower case.
 HEADER_NAMES = frozenset(
-    {_PROGRAM_HEADER, *_SESSION_HEADERS, _FINAL_HEADER, _PARENT_HEADER, _PRIORITY_HEADER}
+    {
+        _PROGRAM_HEADER,
+        *_SESSION_HEADERS,
+        _FINAL_HEADER,
+        _PARENT_HEADER,
+        _PRIORITY_HEADER,
+        WAITED_HEADER,
+    }
 )
 
 #: Every name of ours that is looked up in the four places of a body.
@@ -95,6 +111,7 @@ _SINGLE_REQUEST_PATHS = frozenset(
         "/v1/messages",
         "/inference/v1/generate",
         "/cohere/v2/chat",
+        "/generate",
     }
 )
 
@@ -122,6 +139,7 @@ class RoutingFields(msgspec.Struct):
     priority: Any = None
     agentic_context: Any = None
     vllm_xargs: Any = None
+    stream: Any = None
     n: Any = None
     best_of: Any = None
     use_beam_search: Any = None
@@ -202,6 +220,7 @@ def resolve_turn(
         fans_out=_fans_out(path, body),
         deadline_seconds=_seconds(places, "deadline_seconds", zero=False),
         one_off=_boolean(places, "one_off") or False,
+        waited_seconds=_waited(headers),
     )
 
 
@@ -288,6 +307,23 @@ def _priority(places: list[tuple[str, Mapping[str, Any]]], headers: Mapping[str,
 def _seconds(places: list[tuple[str, Mapping[str, Any]]], name: str, *, zero: bool) -> float | None:
     told = [seconds_of(value, field, zero=zero) for field, value in _present(places, name)]
     return told[0] if told else None
+
+
+def _waited(headers: Mapping[str, str]) -> float:
+    """Negative where the turn is to count as one that came later."""
+    value = headers.get(WAITED_HEADER)
+    if not value:
+        return 0.0
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = nan
+    if not abs(seconds) <= LONGEST_SECONDS:  # not: NaN is in no range
+        raise IdentityError(
+            f"header {WAITED_HEADER}",
+            f"must be a number of seconds from -{LONGEST_SECONDS} to {LONGEST_SECONDS}",
+        )
+    return seconds
 
 
 def _fans_out(path: str, body: RoutingFields | None) -> bool:

@@ -45,6 +45,9 @@ class BlockLedger:
         self._holders: dict[_Key, Program | set[Program]] = {}
         #: Resident keys that at least two programs hold: they count once against capacity.
         self.shared_resident = 0
+        #: Programs whose content left memory, or came back to it, whoever's turns did that.
+        self._moved: dict[Program, None] = {}
+        self._moved_last: Program | None = None
 
     def __len__(self) -> int:
         """Keys with at least one holder."""
@@ -128,10 +131,17 @@ class BlockLedger:
         """Drop everything that ``program`` holds; returns the keys whose holders changed."""
         keys = list(program.keys)
         program.keys = {}
+        self._moved.pop(program, None)
+        self._moved_last = None
         self.begin_turn(program)
         for key in keys:
             self._drop(program, key)
         return keys
+
+    def take_moved(self) -> list[Program]:
+        """Programs of whose content some entered or left memory since the last call."""
+        moved, self._moved, self._moved_last = list(self._moved), {}, None
+        return moved
 
     def left_memory(self, key: _Key) -> None:
         """The last block with ``key`` left the prefix cache."""
@@ -142,6 +152,7 @@ class BlockLedger:
         self.shared_resident = 0
         for program in programs:
             program.resident_blocks = program.shared_resident_blocks = 0
+            self._moved[program] = None
 
     def check_integrity(self, programs: Iterable[Program]) -> None:
         """Recount everything and raise IntegrityError where a count disagrees."""
@@ -230,8 +241,12 @@ class BlockLedger:
             return
         if isinstance(holders, Program):
             holders.resident_blocks += change
+            if holders is not self._moved_last:  # blocks are mostly reused run by run
+                self._moved_last = holders
+                self._moved[holders] = None
             return
         self.shared_resident += change
         for program in holders:
             program.resident_blocks += change
             program.shared_resident_blocks += change
+            self._moved[program] = None

@@ -1,5 +1,7 @@
 """ThunderAgent's plain rule (arXiv 2602.13692, section "Policy"), to compare ours with."""
 
+from math import inf
+
 from vllm_thunder.program.config import ThunderConfig
 from vllm_thunder.program.cost import ContextBlocks, decay
 from vllm_thunder.program.decisions import Action, ActionKind, Memory, Wait
@@ -59,12 +61,26 @@ class PaperPolicy(FcfsPolicy):
             use = self._use(now, memory)
             limit = self.config.high_watermark * memory.capacity_blocks
             if use > limit:
-                actions += self._shed(use - limit, now)
+                target = self.config.pause_target * memory.capacity_blocks
+                actions += self._shed(use - min(limit, target), now)
             if use <= limit or stuck:
                 actions += self._restore(use, now, memory)
         if self.table.waiting or self.table.active:
             self.deadline = min(self.deadline, self._next_tick)
         return actions
+
+    def newcomer_room(self, now: float, memory: Memory) -> float:
+        """What is missing to λ_max C while programs are restored, else what is above λ_min C."""
+        use = self._use(now, memory)
+        low = self.config.low_watermark * memory.capacity_blocks
+        high = self.config.high_watermark * memory.capacity_blocks
+        waiting = sum(float(blocks) for blocks, _ in self._order.items())
+        return (high - use if use < low else low - use) - waiting
+
+    def newcomer_room_changes_at(self, now: float) -> float:
+        # Use decays all the time; what follows from it is decided once per Δt.
+        acting = any(program.phase is Phase.ACTING for program in self.table.active)
+        return self._next_tick if acting and self._next_tick > now else inf
 
     def check_integrity(self) -> None:
         if set(self._order) != set(self.table.waiting):
@@ -85,14 +101,15 @@ class PaperPolicy(FcfsPolicy):
         )
 
     def _blocks(self, program: Program) -> int:
-        tokens = max(program.context_tokens, program.prompt_tokens)
+        tokens = max(program.context_tokens, program.prompt_tokens) + self.config.buffer_tokens
         return max(self.blocks_of(tokens) - program.shared_resident_blocks, 1)
 
     def _decayed(self, program: Program, now: float) -> float:
         if program.phase is Phase.REASONING:
             return self._blocks(program)
         acted = now - program.idle_since
-        return self._blocks(program) * decay(acted, self.config.acting_half_life)
+        weight = self.config.acting_weight * decay(acted, self.config.acting_half_life)
+        return self._blocks(program) * weight
 
     def _use(self, now: float, memory: Memory) -> float:
         active = sum(self._decayed(program, now) for program in self.table.active)

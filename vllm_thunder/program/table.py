@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from heapq import nsmallest
 from math import inf
 
+from vllm_thunder.program.changes import ChangeLog
 from vllm_thunder.program.config import ThunderConfig
 from vllm_thunder.program.cost import Ewma
 from vllm_thunder.program.errors import IntegrityError
@@ -57,6 +58,8 @@ class ProgramTable:
         self.returns = Ewma(prior=1.0, weight=0.05, prior_samples=5)
         self.tool_times = ToolTimes(config.acting_half_life)
         self._priorities = (0, 0)  # the lowest and the highest number seen
+        #: Programs in the order in which they came, began or ended a turn, won or lost a claim.
+        self.changes = ChangeLog()
         self.turns_done = 0
         self.pauses = 0
         self.created = 0
@@ -131,6 +134,7 @@ class ProgramTable:
         program.prompt_tokens = max(program.prompt_tokens, prompt_tokens)
         program.phase = Phase.REASONING
         program.idle_since = now
+        self.changes.changed(program.program_id)
         return program
 
     def _learn_return(self, program: Program, turn: Turn, now: float) -> None:
@@ -148,14 +152,16 @@ class ProgramTable:
         else:
             self.tool_times.found()
 
-    def request_held(self, program: Program, request_id: str, now: float) -> None:
-        """A request waits for its program's restore."""
+    def request_held(self, program: Program, request_id: str, since: float) -> None:
+        """A request waits for its program's restore, and has waited since ``since``."""
         program.held[request_id] = None
         if program.waiting_since is None:
-            program.waiting_since = now
+            program.waiting_since = since
             self.waiting[program] = None
             if program.group is not None:
                 self.waiting_groups.setdefault(program.group, {})[program] = None
+        else:
+            program.waiting_since = min(program.waiting_since, since)
 
     def request_unheld(self, program: Program, request_id: str, now: float) -> None:
         """A held request was admitted or ended."""
@@ -188,6 +194,7 @@ class ProgramTable:
         return self._end_turn_if_over(program, turn_id, now)
 
     def _end_turn_if_over(self, program: Program, turn_id: str, now: float) -> bool:
+        self.changes.changed(program.program_id)
         if program.turns[turn_id] or turn_id in program.open_fans:
             return False
         del program.turns[turn_id]
@@ -281,12 +288,14 @@ class ProgramTable:
         program.status = Status.ACTIVE
         program.restored_at = now
         self.active[program] = None
+        self.changes.changed(program.program_id)
 
     def pause(self, program: Program) -> None:
         """The program loses its claim; its blocks stay until somebody needs them."""
         program.status = Status.PAUSED
         program.pauses += 1
         self.pauses += 1
+        self.changes.changed(program.program_id)
         if program.turns_run == 1 and not program.given_up and not program.in_flight:
             program.given_up = True
             self.returns.add(0.0)
@@ -310,6 +319,7 @@ class ProgramTable:
         if program.status is Status.ACTIVE:
             self._deactivate(program)
         program.status = Status.TERMINATED
+        self.changes.gone(program.program_id)
 
     def _leave_parent(self, program: Program) -> None:
         if program.parent_id is None:
@@ -365,6 +375,7 @@ class ProgramTable:
         """Raise IntegrityError where the indexes and the records disagree."""
         problems = []
         programs = set(self)
+        self.changes.check_integrity(self._programs.keys())
         indexed = {*self.active, *self.waiting, *self._idle, *self._expected}
         if stray := indexed - programs:
             problems.append(f"{stray} are indexed but not in the table")

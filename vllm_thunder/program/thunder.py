@@ -55,6 +55,9 @@ class ThunderPolicy(FcfsPolicy):
         self._order: Ranked[Program] = Ranked()
         #: The same by the time at which they are due.
         self._due: Ranked[Program] = Ranked()
+        #: What each of them needs beside its claim, in blocks, and the sum of that.
+        self._needs: dict[Program, float] = {}
+        self._needed = 0.0
         self._capacity_tokens = inf
         #: Since when the engine has had nothing to run; None: it has.
         self._idle_since: float | None = None
@@ -80,6 +83,7 @@ class ThunderPolicy(FcfsPolicy):
     def activate(self, program: Program, now: float) -> None:
         super().activate(program, now)
         self.table.set_claim(program, self._claim(program))
+        self._set_need(program)
         if program.phase is Phase.ACTING:
             self._rank_acting(program)
 
@@ -87,10 +91,14 @@ class ThunderPolicy(FcfsPolicy):
         assert program.waiting_since is not None
         self._due.put(program, program.waiting_since + self._due_seconds(program))
         self._order.put(program, self._restore_rank(program))
+        self._set_need(program)
 
     def waits_no_more(self, program: Program) -> None:
         self._due.discard(program)
         self._order.discard(program)
+        self._needed -= self._needs.pop(program, 0.0)
+        if not self._needs:
+            self._needed = 0.0  # rounding does not add up for ever
 
     def acts(self, program: Program, now: float) -> list[Action]:
         program.borrowed_blocks = 0  # the ledger knows what it shares by now
@@ -135,9 +143,10 @@ class ThunderPolicy(FcfsPolicy):
         actions = self.expire(now)
         for action in actions:
             self.acting.discard(action.program)
-        short = -self._room(memory, self.config.high_watermark)
-        if short > self.table.yielding:
-            actions += self._shed(short)
+        high = self.config.high_watermark
+        if -self._room(memory, high) > self.table.yielding:
+            target = min(self.config.pause_target, high)
+            actions += self._shed(-self._room(memory, target))
         if self.table.waiting:
             actions += self._restore(now, memory)
         if self.table.waiting:
@@ -145,8 +154,31 @@ class ThunderPolicy(FcfsPolicy):
             self.deadline = min(self.deadline, now + _TICK_SECONDS)
         return actions
 
+    def newcomer_room(self, now: float, memory: Memory) -> float:
+        """What nobody claims below the low watermark, and what acting programs give up to anybody
+        who waits; without what those need that wait already."""
+        room = self._room(memory, self.config.low_watermark) - self._needed
+        if not memory.busy and now >= self._grace_ends_at():
+            return room + sum(program.claim for program in self.acting)
+        if not self.table.priorities_differ:
+            return room + sum(program.claim for program in self.acting.until((0, now)))
+        return room + sum(p.claim for (_, lapses_at), p in self.acting.items() if lapses_at <= now)
+
+    def newcomer_room_changes_at(self, now: float) -> float:
+        if not self.acting:
+            return inf
+        if self.table.priorities_differ:
+            lapses = [lapses_at for (_, lapses_at), _ in self.acting.items()]
+        else:
+            lapses = [self.acting.next_rank((0, now), (0, inf))[1]]
+        return min((at for at in (*lapses, self._grace_ends_at()) if at > now), default=inf)
+
     def check_integrity(self) -> None:
         waiting = set(self.table.waiting)
+        if self._needs.keys() != waiting:
+            raise IntegrityError(f"{waiting} wait, {self._needs} are needed")
+        if abs((counted := sum(self._needs.values())) - self._needed) > 1e-6 * max(counted, 1.0):
+            raise IntegrityError(f"{self._needed} blocks are needed, {counted} counted")
         acting = {p for p in self.table.active if p.phase is Phase.ACTING}
         if set(self._order) != waiting or set(self._due) != waiting:
             raise IntegrityError(f"{waiting} wait, {self._order} and {self._due} are in order")
@@ -189,14 +221,24 @@ class ThunderPolicy(FcfsPolicy):
         else:
             ahead = program.growth or self.table.growth.value
         tokens = max(program.context_tokens, program.prompt_tokens) + ahead
+        tokens += self.config.buffer_tokens
         borrowed = max(program.shared_resident_blocks, program.borrowed_blocks)
         blocks = max(self.blocks_of(tokens) - borrowed, 1)
-        return blocks if reasoning else blocks * self.table.returning(program)
+        if reasoning:
+            return blocks
+        return blocks * self.table.returning(program) * self.config.acting_weight
 
     def _room(self, memory: Memory, watermark: float) -> float:
         """Blocks below the watermark that nobody claims; negative: claimed twice."""
         budget = watermark * memory.capacity_blocks - memory.unlabelled_blocks
         return budget - memory.shared_blocks - self.table.claimed
+
+    def _set_need(self, program: Program) -> None:
+        """The claim of a program changed, or it has begun to wait: then that is what it needs."""
+        if program.waiting_since is not None:
+            need = self._claim(program) - program.claim
+            self._needed += need - self._needs.get(program, 0.0)
+            self._needs[program] = need
 
     def _due_seconds(self, program: Program) -> float:
         """Seconds after its arrival at which a turn of the program is due."""
@@ -321,10 +363,14 @@ class ThunderPolicy(FcfsPolicy):
         """
         assert program.waiting_since is not None
         first = next(iter(self.acting), None)
-        since = program.waiting_since
+        since = min(program.waiting_since, program.idle_since)  # it may be ranked as one to come
         if first is not None and first.turns_run > 1:
             since = max(since, inf if self._idle_since is None else self._idle_since)
         return since + self.config.idle_grace
+
+    def _grace_ends_at(self) -> float:
+        """When the engine will have had nothing to run for ``idle_grace``; inf while it runs."""
+        return inf if self._idle_since is None else self._idle_since + self.config.idle_grace
 
     def _candidates(self, now: float) -> Iterator[tuple[Program, bool]]:
         """Waiting programs and whether they are due, in the order of their restore.
@@ -371,6 +417,7 @@ class ThunderPolicy(FcfsPolicy):
     def _pause(self, program: Program, reason: str) -> Action:
         self.acting.discard(program)
         self.table.pause(program)
+        self._set_need(program)
         return Action(ActionKind.PAUSE, program, reason)
 
     def _learn_restore(self, now: float) -> None:

@@ -36,3 +36,6 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     #: The context will not be sent again: its KV blocks are reused first when the turn ends, and
     #: the program's own context stays what it was.
     one_off: bool = False
+    #: Seconds for which the call has waited in front of this engine: its order counts from then.
+    #: Negative: it is to be treated as one that comes so much later.
+    waited_seconds: float = 0.0
