@@ -36,8 +36,6 @@ PINNED = (
     "vllm/v1/engine/async_llm.py",
     "vllm/v1/engine/llm_engine.py",
     "vllm/v1/engine/parallel_sampling.py",
-    # utility calls
-    "vllm/v1/engine/core_client.py",
     # the launcher, our routes, our middleware and the API key
     "vllm/entrypoints/cli/serve.py",
     "vllm/entrypoints/launchers/app.py",

@@ -29,6 +29,7 @@ def report():
 
     import vllm.v1.core.sched.scheduler
     import vllm.v1.engine.core as core
+    import vllm.v1.engine.core_client
     import vllm.v1.engine.input_processor
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.request import Request

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from tests.serving.client import CROWDED_OUT, Client, completion, words
+from tests.serving.client import CROWDED_OUT, ENDPOINTS, Client, call_body, completion, words
 from tests.serving.conftest import BLOCKS, KEY, Server, ServeWith
 
 
@@ -103,6 +103,30 @@ async def test_turns_that_fan_out_end_on_their_rank(rank_client: Client) -> None
     await rank_client.until_idle()
     program = await rank_client.program("fan")
     assert (program["phase"], program["turns_in_flight"]) == ("ACTING", 0)
+
+
+async def test_the_turns_of_a_program_stay_on_one_rank(rank_client: Client) -> None:
+    """Without the client naming one, whichever API server gets them, on every endpoint."""
+    prompt = words(600, "stays")
+    for number in range(8):
+        body = completion(prompt, f"stays {number}")
+        await rank_client.json("POST", "/v1/completions", json=body)
+        prompt_again = prompt + words(20, f"{number}")
+        for path in ENDPOINTS:
+            call = call_body(path, prompt_again, program_id=f"stays {number}")
+            headers = {"X-Program-ID": f"stays {number}", "Connection": "close"}
+            await rank_client.json("POST", path, json=call, headers=headers)
+    await rank_client.until_idle()
+    ranks = [(await _changes(rank_client, rank))["programs"] for rank in range(2)]
+    at = [{p["program_id"] for p in programs if p["context_tokens"]} for programs in ranks]
+    assert not at[0] & at[1]
+    assert len(at[0] | at[1]) == 8
+    assert at[0], "all programs went to one rank"
+    assert at[1], "all programs went to one rank"
+
+
+async def _changes(client: Client, rank: int) -> dict:
+    return await client.json("GET", f"/programs/changes?rank={rank}&wait=0")
 
 
 async def test_a_rank_that_holds_does_not_stall_the_other(rank_client: Client) -> None:
