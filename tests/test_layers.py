@@ -25,10 +25,10 @@ STARTED_BY_PATH = ("replay/stock_launcher.py",)
 PATCHING_KNOWS = ("vllm_thunder.patching", "vllm_thunder.program.errors", "vllm_thunder.version")
 
 #: Distributions whose import name is another one.
-IMPORT_NAMES = {"prometheus-client": "prometheus_client"}
+IMPORT_NAMES = {"prometheus-client": "prometheus_client", "pyyaml": "yaml"}
 
 #: vLLM, and what comes with it for the code that runs inside its processes.
-ENGINE_BRINGS = {"vllm", "torch", "starlette", "uvicorn", "uvloop", "pydantic"}
+ENGINE_BRINGS = {"vllm", "torch", "starlette", "uvloop", "pydantic"}
 
 
 def name_of(file: Path) -> str:

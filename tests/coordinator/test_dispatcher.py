@@ -4,10 +4,11 @@ import asyncio
 
 import pytest
 
-from vllm_thunder.coordinator.backend import Backend, MemoryReport
 from vllm_thunder.coordinator.config import CoordinatorConfig
 from vllm_thunder.coordinator.dispatcher import Dispatcher
-from vllm_thunder.coordinator.fleet import Fleet
+from vllm_thunder.coordinator.fleet.backend import Backend
+from vllm_thunder.coordinator.fleet.fleet import Fleet, Unavailable
+from vllm_thunder.program.report import EngineReport, MemoryReport
 from vllm_thunder.program.turn import Turn
 
 
@@ -16,15 +17,20 @@ def fleet():
     fleet = Fleet(CoordinatorConfig(max_wait=0.2))
     yield fleet
     fleet.check_integrity()
-    assert fleet.held_turns == 0
+    assert fleet.queue.held_turns == 0
     assert not any(program.in_flight for program in fleet)
 
 
 def add_engine(dispatcher, name, room):
-    backend = Backend(name, 16)
+    backend = Backend(name)
     dispatcher.fleet.joined(backend)
-    dispatcher.reported(backend, MemoryReport(1000, room, 64), [])
+    report(dispatcher, backend, room)
     return backend
+
+
+def report(dispatcher, backend, room):
+    memory = MemoryReport(1000, room, 64, [(16, None)])
+    dispatcher.reported(backend, EngineReport("c", False, True, memory, [], []))
 
 
 async def test_turns_that_arrive_together_are_placed_together(fleet):
@@ -45,7 +51,7 @@ async def test_a_turn_waits_for_a_report(fleet):
     waiting = asyncio.create_task(dispatcher.place(Turn("a", "t1"), 30 * 16))
     await asyncio.sleep(0.02)
     assert not waiting.done()
-    dispatcher.reported(backend, MemoryReport(1000, 50, 64), [])
+    report(dispatcher, backend, 50)
     dispatcher.ended(await waiting)
 
 
@@ -57,6 +63,14 @@ async def test_a_due_turn_goes_although_nobody_reports(fleet):
     dispatcher.ended(dispatch)
 
 
+async def test_a_turn_does_not_wait_for_ever_for_an_engine(fleet):
+    fleet.config = CoordinatorConfig(max_wait=0.2, interval=0.05)
+    dispatcher = Dispatcher(fleet, asyncio.get_running_loop().time)
+    with pytest.raises(Unavailable, match="no engine"):
+        await asyncio.wait_for(dispatcher.place(Turn("a", "t1"), 30 * 16), timeout=2.0)
+    assert fleet.queue.held_turns == 0
+
+
 @pytest.mark.parametrize("placed", [False, True], ids=["while it waits", "as it is placed"])
 async def test_a_client_that_leaves_leaves_nothing(fleet, placed):
     dispatcher = Dispatcher(fleet, asyncio.get_running_loop().time)
@@ -64,9 +78,9 @@ async def test_a_client_that_leaves_leaves_nothing(fleet, placed):
     waiting = asyncio.create_task(dispatcher.place(Turn("a", "t1"), 30 * 16))
     await asyncio.sleep(0.01)
     if placed:
-        dispatcher.reported(backend, MemoryReport(1000, 50, 64), [])
+        report(dispatcher, backend, 50)
         dispatcher._decide()
-        assert fleet.held_turns == 0
+        assert fleet.queue.held_turns == 0
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
@@ -76,7 +90,7 @@ async def test_a_turn_that_an_engine_did_not_take_goes_elsewhere(fleet):
     dispatcher = Dispatcher(fleet, asyncio.get_running_loop().time)
     engines = {name: add_engine(dispatcher, name, 50) for name in ("a", "b")}
     first = await dispatcher.place(Turn("p", "t1"), 30 * 16)
-    fleet.went_down(first.backend)
+    dispatcher.went_down(first.backend)
     second = await dispatcher.place_again(first)
     assert {first.backend, second.backend} == set(engines.values())
     dispatcher.ended(second)

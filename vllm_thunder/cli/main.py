@@ -17,6 +17,7 @@ __all__ = ["main"]
 
 _COMMANDS = {
     "serve": "start an OpenAI-compatible server that schedules by program",
+    "coordinate": "start one waiting queue over several engines",
     "patches": "show, check or export the patches to vLLM",
     "demo": "replay agent traces against stock vLLM and against vllm_thunder",
 }

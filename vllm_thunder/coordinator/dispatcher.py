@@ -1,11 +1,15 @@
 """The fleet in an event loop: turns wait as futures, decisions follow what changed."""
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
-from vllm_thunder.coordinator.backend import Backend, MemoryReport
-from vllm_thunder.coordinator.fleet import Dispatch, Fleet, ProgramReport
-from vllm_thunder.coordinator.tracked import Tracked
+from vllm_thunder.coordinator.fleet.backend import Backend, Health
+from vllm_thunder.coordinator.fleet.fleet import Dispatch, Fleet, Unavailable
+from vllm_thunder.coordinator.fleet.tracked import Tracked
+from vllm_thunder.coordinator.prompts.prompts import Prompts
+from vllm_thunder.program.report import EngineReport
 from vllm_thunder.program.turn import Turn
 
 __all__ = ["Dispatcher"]
@@ -19,17 +23,26 @@ class Dispatcher:
 
     def __init__(self, fleet: Fleet, clock: Callable[[], float]):
         self.fleet = fleet
+        self.prompts = Prompts()
         self._clock = clock
         self._waiting: dict[str, asyncio.Future[Dispatch]] = {}
         self._soon = False
         self._timer: asyncio.TimerHandle | None = None
+        #: Called with the id of a program and an engine that need not keep it any more.
+        self.on_forgotten: Callable[[str, Backend], None] = lambda program_id, backend: None
+        #: Seconds that the last decision took.
+        self.decision_seconds = 0.0
 
-    async def place(self, turn: Turn, prompt_tokens: int) -> Dispatch:
-        """Where to send a turn; returns when it may go there.
+    async def place(
+        self, turn: Turn, prompt_tokens: float, cached: Mapping[str, float] = MappingProxyType({})
+    ) -> Dispatch:
+        """Where to send a turn; returns when it may go there. Arguments as of
+        :meth:`~vllm_thunder.coordinator.fleet.fleet.Fleet.arrived`.
 
-        Cancelled, the turn is gone. Raises Overloaded.
+        Cancelled, the turn is gone, and so it is when this raises: Overloaded at once, Unavailable
+        when it has waited for ``max_wait`` and no engine can be used.
         """
-        dispatch = self.fleet.arrived(turn, prompt_tokens, self._clock())
+        dispatch = self.fleet.arrived(turn, prompt_tokens, cached, self._clock())
         if dispatch is not None:
             return dispatch
         program = self.fleet.get(turn.program_id)
@@ -37,23 +50,44 @@ class Dispatcher:
         return await self._wait(program, turn.turn_id)
 
     async def place_again(self, dispatch: Dispatch) -> Dispatch:
-        """The engine did not take the turn: where to send it now."""
-        self.fleet.unsent(dispatch.program, dispatch.turn_id, self._clock())
+        """The engine did not take the turn: where to send it now. Raises Unavailable."""
+        self.fleet.unsent(dispatch.program, dispatch.turn_id, dispatch.waited, self._clock())
         return await self._wait(dispatch.program, dispatch.turn_id)
 
-    def ended(self, dispatch: Dispatch) -> None:
-        """A turn that was placed ended, in whatever way."""
-        self.fleet.ended(dispatch.program, dispatch.turn_id, self._clock())
+    def ended(self, dispatch: Dispatch, *, refused: bool = False) -> None:
+        """A turn that was placed ended, in whatever way; ``refused`` as of
+        :meth:`~vllm_thunder.coordinator.fleet.fleet.Fleet.ended`."""
+        self._ended(dispatch.program, dispatch.turn_id, refused=refused)
+
+    def reported(self, backend: Backend, report: EngineReport) -> None:
+        """An engine told what has changed there."""
+        for told in report.programs:
+            program = self.fleet.get(told.program_id)
+            if program is not None and program.prompt_size is not None and not told.turns_in_flight:
+                self.prompts.counted(program.prompt_size, told.context_tokens)
+                program.prompt_size = None
+        self.fleet.reported(backend, report, self._clock())
         self.changed()
 
-    def reported(
-        self, backend: Backend, memory: MemoryReport, programs: list[ProgramReport]
-    ) -> None:
-        """An engine told what has changed there."""
-        now = self._clock()
-        for told in programs:
-            self.fleet.program_reported(backend, told, now)
-        self.fleet.reported(backend, memory)
+    def went_down(self, backend: Backend) -> None:
+        """An engine cannot be reached; its turns in flight are told of one by one."""
+        self.prompts.forget(backend.backend_id)
+        self.fleet.went_down(backend, self._clock())
+        self.changed()
+
+    def came_up(self, backend: Backend) -> None:
+        """An engine answers (again)."""
+        backend.problem = None
+        self.fleet.came_up(backend)
+
+    def removed(self, backend: Backend) -> None:
+        """An engine that was taken out has ended its turns."""
+        self.fleet.removed(backend, self._clock())
+        self.changed()
+
+    def freeze(self, frozen: bool) -> None:
+        """Hold every turn that arrives, or go on."""
+        self.fleet.frozen = frozen
         self.changed()
 
     def changed(self) -> None:
@@ -67,21 +101,39 @@ class Dispatcher:
         self.changed()
         try:
             return await future
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, Unavailable):
             # It may have been placed in the same instant: it ends all the same.
-            self.fleet.ended(program, turn_id, self._clock())
-            self.changed()
+            self._ended(program, turn_id)
             raise
         finally:
             del self._waiting[turn_id]
 
+    def _ended(self, program: Tracked, turn_id: str, *, refused: bool = False) -> None:
+        self.fleet.ended(program, turn_id, self._clock(), refused=refused)
+        if program.ends and not program.in_flight and self.fleet.get(program.program_id) is program:
+            home = program.home
+            self.fleet.release(program.program_id)
+            if home is not None:
+                self.on_forgotten(program.program_id, home)
+        self.changed()
+
     def _decide(self) -> None:
         self._soon = False
         now = self._clock()
-        for dispatch in self.fleet.reconcile(now):
+        began = time.perf_counter()
+        placed = self.fleet.reconcile(now)
+        self.decision_seconds = time.perf_counter() - began
+        for dispatch in placed:
+            if dispatch.left is not None and dispatch.left.health is not Health.DOWN:
+                self.on_forgotten(dispatch.program.program_id, dispatch.left)
             future = self._waiting[dispatch.turn_id]
             if not future.done():  # else its client leaves, and it ends when that task runs
                 future.set_result(dispatch)
+        for program in self.fleet.given_up(now):
+            for turn_id in program.waiting:
+                future = self._waiting[turn_id]
+                if not future.done():
+                    future.set_exception(Unavailable("no engine can be used now; try again later"))
         if self._timer is not None:
             self._timer.cancel()
         loop = asyncio.get_running_loop()

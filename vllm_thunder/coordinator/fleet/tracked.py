@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vllm_thunder.coordinator.fleet.profile import Profile
+from vllm_thunder.coordinator.prompts.sizes import BodySize
+
 if TYPE_CHECKING:
-    from vllm_thunder.coordinator.backend import Backend
+    from vllm_thunder.coordinator.fleet.backend import Backend
 
 __all__ = ["Tracked"]
 
 
 @dataclass(slots=True, eq=False)
 class Tracked:
-    """Mutable record; only :class:`~vllm_thunder.coordinator.fleet.Fleet` writes to it.
+    """Mutable record; only :class:`~vllm_thunder.coordinator.fleet.fleet.Fleet` writes to it.
 
     Times are seconds on the caller's clock. Identity is the object.
     """
@@ -31,25 +34,43 @@ class Tracked:
     resident_blocks: int = 0
     #: It has a claim on its home's memory: its turns go there as they arrive.
     claimed: bool = False
+    #: Its home has told of it.
+    told: bool = False
+    #: Before it has a home: the engine that is likely to have most of its prompt in memory, of
+    #: other programs, and how many tokens that is.
+    near: Backend | None = None
+    near_tokens: float = 0.0
     #: Tokens of its context after its last turn, and of the prompt that waits, as far as known.
     context_tokens: int = 0
-    prompt_tokens: int = 0
+    prompt_tokens: float = 0.0
+    #: What its last prompt's body was made of, until an engine has said how many tokens that is.
+    prompt_size: BodySize | None = None
 
     #: Turns that wait here, oldest first.
     waiting: dict[str, None] = field(default_factory=dict)
     waiting_since: float | None = None
     #: Turns in flight by the engine that they were sent to.
     running: dict[str, Backend] = field(default_factory=dict)
+    #: It was released while turns were in flight: the last one takes it along.
+    ends: bool = False
     #: Its place may not change before this time although another engine would fit better.
     settled_until: float = 0.0
+    #: When its last turn ended.
     idle_since: float = 0.0
     longest_wait: float = 0.0
     moves: int = 0
+    profile: Profile = field(default_factory=Profile)
 
     @property
     def in_flight(self) -> bool:
         """Whether a turn has arrived and has not ended."""
         return bool(self.waiting or self.running)
+
+    def kept_at(self) -> tuple[Backend | None, float]:
+        """The engine that need not compute all of its prompt, and the tokens that it has."""
+        if self.home is not None:
+            return self.home, self.home.tokens(self.resident_blocks)
+        return self.near, self.near_tokens
 
     def __repr__(self) -> str:
         where = "nowhere" if self.home is None else self.home.backend_id

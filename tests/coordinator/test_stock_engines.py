@@ -1,0 +1,134 @@
+"""Engines that know no programs, behind a coordinator: their books follow what passes."""
+
+import asyncio
+import json
+import re
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.coordinator.fake_engine import FakeEngine, chunked, whole
+from tests.coordinator.front import ask, post
+from tests.coordinator.program_engine import MODELS, coordinator, launch, page, turn, until
+from tests.coordinator.test_stock_metrics import vllm_text
+
+_NOBODY_WAITS = re.compile(r"(?m)^(vllm:num_requests_waiting\{.*\} ).*$")
+USAGE = {"prompt_tokens": 480, "completion_tokens": 20, "total_tokens": 500}
+STREAM = chunked(
+    b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n',
+    b'data: {"choices": [], "usage": %b}\n\n' % json.dumps(USAGE).encode(),
+    b"data: [DONE]\n\n",
+    delay=0.02,
+)
+
+
+class StockEngine(FakeEngine):
+    """Stock vLLM: 1,000 blocks of 16 tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.answer = self._route
+        self.chat = whole(b'{"usage": %b}' % json.dumps(USAGE).encode())
+
+    @property
+    def calls(self):
+        return [request for request in self.requests if request.target.startswith(b"/v1/chat")]
+
+    async def _route(self, request, wire):
+        pages = {
+            "/v1/models": json.dumps(MODELS).encode(),
+            "/tokenize": b'{"tokens": [1, 2, 3]}',
+            "/metrics": _NOBODY_WAITS.sub(r"\g<1>0.0", vllm_text()).encode(),
+            "/health": b"",
+        }
+        path = urlsplit(request.target.decode()).path
+        if path.startswith("/v1/chat"):
+            await self.chat(request, wire)
+        elif path in pages:
+            await whole(pages[path])(request, wire)
+        else:
+            await whole(b"{}", b"404 Not Found")(request, wire)
+
+
+@pytest.fixture
+async def stock():
+    made = [StockEngine(), StockEngine()]
+    for engine in made:
+        await engine.start()
+    yield made
+    for engine in made:
+        await engine.kill()
+
+
+async def up(control):
+    await until(lambda: sum(b.usable for b in control.fleet.backends.values()) == 2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_an_answer_says_is_the_programs_context(stock, stream):
+    if stream:
+        for engine in stock:
+            engine.chat = STREAM
+    async with coordinator(launch(stock)) as (port, control):
+        await up(control)
+        assert (await ask(port, turn("p", stream=stream))).status == 200
+        await until(lambda: control.fleet.get("p").context_tokens == 500)
+        program = control.fleet.get("p")
+        assert program.claimed
+        assert program.resident_blocks == pytest.approx(500 / 16, abs=1)
+        for _ in range(4):
+            await ask(port, turn("p", stream=stream))
+        assert sorted(len(engine.calls) for engine in stock) == [0, 5]
+        described = (await page(port, "/status"))["engines"]
+        assert {engine["knows_programs"] for engine in described} == {False}
+        assert {engine["capacity_blocks"] for engine in described} == {1000}
+
+
+async def test_a_release_needs_no_engine(stock):
+    async with coordinator(launch(stock)) as (port, control):
+        await up(control)
+        await ask(port, turn("p"))
+        await until(lambda: control.fleet.get("p").claimed)
+        released = await ask(port, post({"program_id": "p"}, "/programs/release"))
+        assert released.json()["released"] is True
+        await asyncio.sleep(0.05)
+        assert control.fleet.get("p") is None
+        assert not any(b"release" in r.target for engine in stock for r in engine.requests)
+
+
+async def test_a_label_that_vllm_would_refuse_is_made_acceptable(stock):
+    async with coordinator(launch(stock)) as (port, control):
+        await up(control)
+        body = {"model": "m", "messages": [], "session_id": 7}
+        assert (await ask(port, post(body))).status == 200
+        (call,) = [call for engine in stock for call in engine.calls]
+        assert json.loads(call.body) == {**body, "session_id": "7"}
+
+
+async def test_new_weights_empty_the_books_caches(stock):
+    async with coordinator(launch(stock)) as (port, control):
+        await up(control)
+        await ask(port, turn("p"))
+        await until(lambda: control.fleet.get("p").resident_blocks)
+        await ask(port, post({}, "/weight_sync/begin"))
+        await ask(port, post({}, "/weight_sync/end"))
+        await until(lambda: control.fleet.get("p").resident_blocks == 0)
+
+
+async def test_programs_that_do_not_fit_wait_here(stock):
+    """1,000 blocks hold 16,000 tokens: two contexts of 8,000 fill an engine."""
+    large = {"prompt_tokens": 7900, "completion_tokens": 100, "total_tokens": 8000}
+    for engine in stock:
+        engine.chat = chunked(
+            b'data: {"choices": [], "usage": %b}\n\n' % json.dumps(large).encode(), delay=0.3
+        )
+    prompt = [{"role": "user", "content": "x" * 31_000}]
+    async with coordinator(launch(stock)) as (port, control):
+        await up(control)
+        turns = [
+            asyncio.create_task(ask(port, turn(f"p{n}", stream=True, messages=prompt)))
+            for n in range(5)
+        ]
+        await until(lambda: control.fleet.queue.held_turns)
+        assert max(len(engine.calls) for engine in stock) <= 2
+        assert [answer.status for answer in await asyncio.gather(*turns)] == [200] * 5

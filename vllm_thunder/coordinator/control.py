@@ -1,0 +1,155 @@
+"""What may be done to a running coordinator, beside sending it model calls."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from vllm_thunder.coordinator.config import CoordinatorConfig
+from vllm_thunder.coordinator.dispatcher import Dispatcher
+from vllm_thunder.coordinator.engines.client import EngineError
+from vllm_thunder.coordinator.engines.engines import Engines
+from vllm_thunder.coordinator.engines.stock import StockEngines
+from vllm_thunder.coordinator.fleet.backend import Backend, Health
+from vllm_thunder.coordinator.metrics import Metrics
+from vllm_thunder.program.errors import ThunderError
+
+__all__ = ["Control", "UnknownEngine"]
+
+logger = logging.getLogger(__name__)
+
+#: Times that an engine is asked to end a program, and seconds between two of them.
+_RELEASE_ATTEMPTS, _RELEASE_SECONDS = 5, 1.0
+
+
+class UnknownEngine(ThunderError):
+    """No engine has this id or address (HTTP 404)."""
+
+
+class Control:
+    """Releases programs, adds and takes out engines, holds turns while weights are updated."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        engines: Engines,
+        metrics: Metrics,
+        config: CoordinatorConfig,
+        clock: Callable[[], float],
+        stock: StockEngines,
+    ):
+        self._stock = stock
+        self.dispatcher = dispatcher
+        self.fleet = dispatcher.fleet
+        self.engines = engines
+        self.metrics = metrics
+        self.config = config
+        self.clock = clock
+        self._background: set[asyncio.Task[None]] = set()
+        dispatcher.on_forgotten = self._forget_there
+
+    async def release(self, program_id: str) -> dict[str, Any]:
+        """End a program, here and at the engine that has it: at once, or when its turns in flight
+        have ended."""
+        program = self.fleet.get(program_id)
+        if program is not None and program.in_flight:
+            program.ends = True  # the last of its turns takes it along
+            return {"program_id": program_id, "released": True, "pending": True}
+        # Who is not known here may have come to an engine in another way.
+        home = None if program is None else program.home
+        if program is not None:
+            self.fleet.release(program_id)
+        backends = [home] if home is not None else list(self.fleet.backends.values())
+        asked = {backend.url: backend for backend in backends if backend.usable}
+        answers = await asyncio.gather(
+            *(self._release_at(backend, program_id) for backend in asked.values())
+        )
+        return {"program_id": program_id, "released": program is not None or any(answers)}
+
+    async def tool(self, program_id: str, tool_name: str) -> bool:
+        """A program has begun to run a tool; whether the engine that has it knows it."""
+        program = self.fleet.get(program_id)
+        home = None if program is None else program.home
+        if home is None or home.health is not Health.UP:
+            return False
+        if home.stock:
+            self._stock.tool_began(home, program_id, tool_name)
+            return True
+        answer = await self.engines.client(home.url).tool(program_id, tool_name)
+        return bool(answer["known"])
+
+    async def add(self, url: str) -> list[Backend]:
+        """Add a server. Raises EngineError."""
+        return await self.engines.add(url)
+
+    def remove(self, name: str) -> list[Backend]:
+        """Take out the engines that ``name`` means. Raises UnknownEngine."""
+        backends = self.engines.at(name)
+        if not backends and not self.engines.give_up(name):
+            known = ", ".join(self.fleet.backends) or "there are none"
+            raise UnknownEngine(f"No engine has the id or address {name!r}; known: {known}")
+        self.engines.remove(backends)
+        return backends
+
+    def urls(self) -> list[str]:
+        """Servers, each once."""
+        urls = (backend.url for backend in self.fleet.backends.values())
+        return list(dict.fromkeys([*urls, *self.engines.unreachable]))
+
+    def freeze(self, frozen: bool) -> None:
+        """Hold every turn that arrives while weights are updated, or go on: what was computed with
+        the old ones is of no use then."""
+        if not frozen:
+            self.caches_reset()
+        self.dispatcher.freeze(frozen)
+
+    def caches_reset(self) -> None:
+        """The prefix caches of all engines were emptied; who knows programs tells that itself."""
+        self._stock.caches_reset()
+        for backend_id in self.fleet.backends:
+            self.dispatcher.prompts.forget(backend_id)
+
+    async def stop(self) -> None:
+        """Ask no more."""
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+
+    # -- inside ------------------------------------------------------------------------
+
+    async def _release_at(self, backend: Backend, program_id: str) -> bool:
+        if backend.stock:
+            self._stock.released(backend, program_id)
+            return False  # it was asked for nothing
+        try:
+            answer = await self.engines.client(backend.url).release(program_id)
+        except EngineError as error:
+            # The client is told that the program is gone: so it has to go there, too.
+            logger.warning("A program was not released at once: %s", error)
+            self._spawn(self._insist(backend, program_id))
+            return False
+        return bool(answer["released"])
+
+    def _forget_there(self, program_id: str, backend: Backend) -> None:
+        """The program has ended, or has moved away: what the engine keeps of it is of no use."""
+        if backend.stock:
+            self._stock.released(backend, program_id)
+        else:
+            self._spawn(self._insist(backend, program_id))
+
+    async def _insist(self, backend: Backend, program_id: str) -> None:
+        for attempt in range(_RELEASE_ATTEMPTS):
+            await asyncio.sleep(attempt * _RELEASE_SECONDS)
+            program = self.fleet.get(program_id)
+            if backend.health is Health.DOWN or (program is not None and program.home is backend):
+                return  # it has nothing any more, or has it again
+            try:
+                await self.engines.client(backend.url).release(program_id)
+                return
+            except EngineError as error:
+                logger.warning("A program was not released (attempt %d): %s", attempt + 1, error)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)

@@ -1,0 +1,1 @@
+"""Finds engines, checks that they fit together, and follows what they tell."""

@@ -1,0 +1,1 @@
+"""Programs, engines and who runs where: pure, no clock and no event loop."""

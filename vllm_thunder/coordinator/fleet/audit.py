@@ -1,0 +1,42 @@
+"""Where the books of a fleet disagree: everything counted anew."""
+
+from collections.abc import Iterable
+
+from vllm_thunder.coordinator.fleet.backend import Backend
+from vllm_thunder.coordinator.fleet.placement import Rooms
+from vllm_thunder.coordinator.fleet.tracked import Tracked
+
+__all__ = ["backends", "programs"]
+
+
+def programs(known: set[Tracked], idle: set[Tracked], orphans: set[Tracked]) -> list[str]:
+    """What is wrong with the records of programs, and with who is idle and who has no home."""
+    found = []
+    rests = {program for program in known if not program.in_flight}
+    if idle != rests:
+        found.append("the idle programs are not those without a turn in flight")
+    if orphans != {program for program in rests if program.home is None}:
+        found.append("the orphans are not the idle programs without a home")
+    for program in known:
+        if program.waiting.keys() & program.running.keys():
+            found.append(f"{program!r} has a turn that waits and runs")
+        if program.home is not None and program not in program.home.residents:
+            found.append(f"{program!r} is not among its home's residents")
+    return found
+
+
+def backends(known: set[Tracked], engines: Iterable[Backend], rooms: Rooms) -> list[str]:
+    """What is wrong with the records of engines, and with who of them is among the rooms."""
+    found = []
+    for backend in engines:
+        runs = {(p, turn) for p in known for turn, at in p.running.items() if at is backend}
+        if set(backend.running) != runs:
+            found.append(f"{backend!r} runs {backend.running}, {runs} counted")
+        if not set(backend.residents) <= known:
+            found.append(f"{backend!r} has residents that nobody tracks")
+        counted = sum(backend.placed.values())
+        if abs(counted - backend.placed_blocks) > 1e-6 * max(counted, 1.0):
+            found.append(f"{backend!r}: {backend.placed_blocks} placed, {counted} counted")
+        if (backend in rooms) != backend.usable:
+            found.append(f"{backend!r} is among the rooms, or should be")
+    return found

@@ -1,0 +1,122 @@
+"""The global waiting queue: programs whose turns wait for an engine, in the order of placement."""
+
+from collections.abc import Iterator
+from itertools import chain
+from math import inf
+
+from vllm_thunder.coordinator.fleet.tracked import Tracked
+from vllm_thunder.program.ranked import Ranked
+
+__all__ = ["WaitingQueue"]
+
+#: A turn that has waited this share of the maximum wait is due: as in an engine.
+_DUE_SHARE = 0.5
+
+
+class WaitingQueue:
+    """By priority, then by arrival; beside that, by the time at which each is due.
+
+    ``max_wait``: seconds; a turn is due when it has waited half of it, or half of its own deadline.
+    """
+
+    def __init__(self, max_wait: float):
+        self._max_wait = max_wait
+        self._order: Ranked[Tracked] = Ranked()
+        self._due: Ranked[Tracked] = Ranked()
+        #: Those that wait for one engine rather than for any, by the time until when.
+        self._settled: Ranked[Tracked] = Ranked()
+        self._groups: dict[str, dict[Tracked, None]] = {}
+        self.held_turns = 0
+
+    def __len__(self) -> int:
+        """Programs that wait."""
+        return len(self._order)
+
+    def __contains__(self, program: Tracked) -> bool:
+        return program in self._order
+
+    def hold(self, program: Tracked, turn_id: str, since: float) -> bool:
+        """A turn waits; True when it is the program's first."""
+        program.waiting[turn_id] = None
+        self.held_turns += 1
+        if program.waiting_since is not None:
+            return False
+        program.waiting_since = since
+        self._order.put(program, (program.priority, since))
+        limit = min(self._max_wait, program.deadline_seconds or inf)
+        self._due.put(program, since + _DUE_SHARE * limit)
+        if program.group is not None:
+            self._groups.setdefault(program.group, {})[program] = None
+        return True
+
+    def unhold(self, program: Tracked, turn_id: str, now: float) -> None:
+        """A turn waits no more."""
+        del program.waiting[turn_id]
+        self.held_turns -= 1
+        if program.waiting:
+            return
+        assert program.waiting_since is not None
+        program.longest_wait = max(program.longest_wait, now - program.waiting_since)
+        program.waiting_since = None
+        self._order.discard(program)
+        self._due.discard(program)
+        self._settled.discard(program)
+        if program.group is not None:
+            members = self._groups[program.group]
+            del members[program]
+            if not members:
+                del self._groups[program.group]
+
+    def settle(self, program: Tracked, until: float, now: float) -> None:
+        """A program that waits does so for one engine until then."""
+        program.settled_until = until
+        if until > now:
+            self._settled.put(program, until)
+
+    def due(self, now: float) -> list[Tracked]:
+        """Programs that have waited for long enough to go anywhere, the longest due first."""
+        return list(self._due.until(now))
+
+    def is_due(self, program: Tracked, now: float) -> bool:
+        """Whether a program that waits is among them."""
+        return bool(self._due.rank_of(program) <= now)
+
+    def in_order(self) -> Iterator[Tracked]:
+        """Those that wait, the members of a prompt group one after the other."""
+        seen: set[Tracked] = set()
+        for first in self._order:
+            for program in chain((first,), self._groups.get(first.group or "", ())):
+                if program not in seen:
+                    seen.add(program)
+                    yield program
+
+    def position(self, program: Tracked) -> int:
+        """How many programs wait in front of it."""
+        return self._order.position(program)
+
+    def longest_wait(self, now: float) -> float:
+        """Seconds for which the program has waited that has waited the longest."""
+        return max((now - (p.waiting_since or now) for p in self._order), default=0.0)
+
+    def next_change(self, now: float) -> float:
+        """When the next program becomes due or stops waiting for one engine; inf: none does."""
+        return min(self._due.next_rank(now, inf), self._settled.next_rank(now, inf))
+
+    def problems(self, programs: set[Tracked]) -> list[str]:
+        """Where the indexes and the records of ``programs`` disagree."""
+        found = []
+        waiting = {p for p in programs if p.waiting}
+        if set(self._order) != waiting or set(self._due) != waiting:
+            found.append(f"{waiting} wait, {self._order} and {self._due} are in order")
+        if not set(self._settled) <= waiting:
+            found.append(f"{self._settled} wait for one engine, {waiting} wait")
+        if {p for members in self._groups.values() for p in members} != {
+            p for p in waiting if p.group is not None
+        }:
+            found.append("the groups are not those of the programs that wait in groups")
+        if self.held_turns != sum(len(p.waiting) for p in programs):
+            found.append(f"{self.held_turns} held turns counted")
+        for program in programs:
+            if (program.waiting_since is None) == bool(program.waiting):
+                found.append(f"{program!r} has no start of its wait, or one too many")
+        return found

@@ -1,0 +1,1 @@
+"""Books of engines that know no programs: pure."""

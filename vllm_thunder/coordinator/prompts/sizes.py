@@ -1,0 +1,249 @@
+"""How many tokens a request body is, and which prompts begin alike, without tokenizing anything.
+
+Both look at the bytes that the client sent. Estimates need not be exact: engines that know
+programs count for themselves, and what they report corrects the ratio.
+"""
+
+import hashlib
+import re
+from collections import OrderedDict
+from math import inf
+from typing import NamedTuple
+
+import msgspec
+
+__all__ = ["MEDIA_TOKENS", "BodySize", "PrefixIndex", "TokenEstimate", "body_size", "prefix_marks"]
+
+#: Tokens that an inline picture, recording or film counts as. A picture of a megapixel is 765 to
+#: 1,300 tokens in the models that tile or patch it, half a minute of sound 750.
+MEDIA_TOKENS = 1000
+
+#: Bytes of JSON a token before anything is known of a model.
+_PRIOR_BYTES_PER_TOKEN = 4.0
+#: Share of what was known that counts beside a new prompt: the last ten or so are what is known.
+_KEPT_SHARE = 0.9
+#: Models beyond this many are estimated by the prior: names come from clients.
+_MOST_MODELS = 1000
+#: Prompts with less text than this say little of a model's ratio.
+_FEWEST_BYTES = 64
+
+#: What base64 content stands behind: a data URL that is a whole value, or the name ``data``.
+_DATA = b'"data'
+_BASE64_FOLLOWS = b";base64,"
+#: The head of a data URL is no longer than this: media type and parameters.
+_LONGEST_HEAD = 200
+#: A value of ``data`` that begins with so much base64 is taken for it.
+_BASE64 = re.compile(rb'\s*:\s*"(?=[A-Za-z0-9+/=_\-]{256})')
+#: Prompts that may be given as token ids, as one list or a list of lists.
+_ID_NAMES = (b'"prompt"', b'"input"', b'"token_ids"')
+_IDS_FOLLOW = re.compile(rb"\s*:\s*\[[\s\[]*\d")
+
+#: Places in a body that are looked at; what is behind them counts as text.
+_MOST_PLACES = 2000
+
+#: The first mark covers so many bytes, the next twice as many, up to ``_LONGEST_MARK``.
+_FIRST_MARK = 1024
+_LONGEST_MARK = 1 << 20
+
+
+class BodySize(NamedTuple):
+    """``text_bytes``: of the body, without what is not text. ``counted_tokens``: token ids, and an
+    allowance for every picture, recording or film."""
+
+    text_bytes: int
+    counted_tokens: int
+
+
+def body_size(body: bytes) -> BodySize:
+    """What a model call's JSON body is made of; a picture given by its address counts as its
+    address. Costs a few searches through the bytes, nothing is parsed."""
+    media, media_bytes = _inline_media(body)
+    # Chats are text, and looking for what is not there costs a search through all of it.
+    ids, id_bytes = (0, 0) if b'"messages"' in body else _token_ids(body)
+    text_bytes = len(body) - media_bytes - id_bytes
+    return BodySize(max(text_bytes, 0), ids + media * MEDIA_TOKENS)
+
+
+class TokenEstimate:
+    """Tokens of request bodies, by a ratio of bytes to tokens that is learned for each model."""
+
+    def __init__(self) -> None:
+        #: By model, bytes and tokens of its prompts lately.
+        self._seen: dict[str, tuple[float, float]] = {}
+
+    def tokens(self, size: BodySize, model: str = "") -> int:
+        """Tokens of the prompt, at least 1."""
+        return max(round(size.text_bytes / self.bytes_per_token(model)) + size.counted_tokens, 1)
+
+    def learn(self, size: BodySize, tokens: int, model: str = "") -> None:
+        """A prompt of this size turned out to have ``tokens`` tokens."""
+        text_tokens = tokens - size.counted_tokens
+        # Where text is the smaller part the allowances for media decide, and they are no measure.
+        if size.text_bytes < _FEWEST_BYTES or text_tokens <= size.counted_tokens:
+            return
+        if model not in self._seen and len(self._seen) >= _MOST_MODELS:
+            return
+        # Sums rather than a mean of ratios: what large prompts take is what matters.
+        seen_bytes, seen_tokens = self._seen.get(model, (0.0, 0.0))
+        self._seen[model] = (
+            seen_bytes * _KEPT_SHARE + size.text_bytes,
+            seen_tokens * _KEPT_SHARE + text_tokens,
+        )
+
+    def bytes_per_token(self, model: str = "") -> float:
+        """Of the JSON text of a prompt."""
+        seen = self._seen.get(model)
+        return _PRIOR_BYTES_PER_TOKEN if seen is None else seen[0] / seen[1]
+
+
+class _Prompt(msgspec.Struct):
+    """Members of a body that the engine makes the prompt of, in the order in which templates put
+    them; the model, or adapter, decides whose KV it is."""
+
+    model: msgspec.Raw = msgspec.Raw()
+    tools: msgspec.Raw = msgspec.Raw()
+    system: msgspec.Raw = msgspec.Raw()
+    instructions: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+
+
+_PROMPT_DECODER = msgspec.json.Decoder(_Prompt)
+_PROMPT_MEMBERS = ("model", "tools", "system", "instructions", "messages", "prompt", "input")
+
+
+def prefix_marks(body: bytes) -> list[int]:
+    """Hashes of the first 1, 2, 4, ... KiB of a body's prompt, as far as it goes, at most 1 MiB.
+
+    Bodies whose prompts begin alike have as many marks in common, whatever order their client
+    writes the members in and whatever else they say: sampling does not matter. Tools and system
+    prompt come first, as in the prompt that the engine makes. Empty for what is not a JSON object.
+    """
+    try:
+        prompt = _PROMPT_DECODER.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return []
+    marks: list[int] = []
+    digest = hashlib.blake2b(digest_size=8)
+    hashed, next_mark = 0, _FIRST_MARK
+    for name in _PROMPT_MEMBERS:
+        raw = memoryview(getattr(prompt, name))
+        if not len(raw):
+            continue
+        digest.update(name.encode())
+        at = 0
+        while next_mark - hashed <= len(raw) - at:
+            digest.update(raw[at : at + next_mark - hashed])
+            at += next_mark - hashed
+            hashed = next_mark
+            marks.append(int.from_bytes(digest.digest()))
+            if next_mark == _LONGEST_MARK:
+                return marks
+            next_mark *= 2
+        digest.update(raw[at:])
+        hashed += len(raw) - at
+    return marks
+
+
+class PrefixIndex:
+    """Which backends computed which prompt prefixes lately; forgets the marks unused for longest.
+
+    ``most_marks``: marks that are remembered at most.
+    """
+
+    def __init__(self, most_marks: int = 100_000):
+        self._most_marks = most_marks
+        #: For each mark when it was used last, by backend; the mark used the longest ago first.
+        self._used: OrderedDict[int, dict[str, float]] = OrderedDict()
+        self._marks_of: dict[str, dict[int, None]] = {}
+
+    def __len__(self) -> int:
+        """Marks that are remembered."""
+        return len(self._used)
+
+    def remember(self, marks: list[int], backend_id: str, now: float) -> None:
+        """A prompt with these marks was computed on the backend."""
+        known = self._marks_of.setdefault(backend_id, {})
+        for mark in reversed(marks):  # so that the shortest, which most have, is forgotten last
+            self._used.setdefault(mark, {})[backend_id] = now
+            self._used.move_to_end(mark)
+            known[mark] = None
+        while len(self._used) > self._most_marks:
+            mark, backends = self._used.popitem(last=False)
+            for each in backends:
+                self._forget_mark(each, mark)
+        if not known:
+            self._marks_of.pop(backend_id, None)
+
+    def longest(self, marks: list[int], since: float = -inf) -> dict[str, int]:
+        """Bytes of the longest prefix that each backend computed at ``since`` or later."""
+        longest: dict[str, int] = {}
+        for index in range(len(marks) - 1, -1, -1):
+            for backend_id, used in self._used.get(marks[index], {}).items():
+                if used >= since:
+                    longest.setdefault(backend_id, _FIRST_MARK << index)
+        return longest
+
+    def forget(self, backend_id: str) -> None:
+        """The backend's cache is empty, or the backend is gone."""
+        for mark in self._marks_of.pop(backend_id, {}):
+            backends = self._used[mark]
+            del backends[backend_id]
+            if not backends:
+                del self._used[mark]
+
+    def _forget_mark(self, backend_id: str, mark: int) -> None:
+        marks = self._marks_of[backend_id]
+        del marks[mark]
+        if not marks:
+            del self._marks_of[backend_id]
+
+
+def _inline_media(body: bytes) -> tuple[int, int]:
+    """How many values in base64 there are, and how many bytes they take."""
+    count = size = at = 0
+    for _ in range(_MOST_PLACES):
+        at = body.find(_DATA, at)
+        if at < 0:
+            break
+        escaped, after = body[at - 1 : at] == b"\\", at + len(_DATA)
+        start = -1 if escaped else _start_of_base64(body, after)
+        at = max(after, start)
+        if start >= 0:
+            count += 1
+            # Nothing in base64 is escaped: the next quote ends it.
+            end = body.find(b'"', start)
+            at = end if end >= 0 else len(body)
+            size += at - start
+    return count, size
+
+
+def _start_of_base64(body: bytes, after: int) -> int:
+    """Of the value that begins with ``data``, or has that name, up to ``after``; -1: none."""
+    if body.startswith(b":", after):
+        follows = body.find(_BASE64_FOLLOWS, after, after + _LONGEST_HEAD)
+        return follows + len(_BASE64_FOLLOWS) if follows >= 0 else -1
+    named = _BASE64.match(body, after + 1) if body.startswith(b'"', after) else None
+    return -1 if named is None else named.end()
+
+
+def _token_ids(body: bytes) -> tuple[int, int]:
+    """How many token ids stand in lists of them, and how many bytes these take."""
+    count = size = 0
+    for name in _ID_NAMES:
+        at = 0
+        for _ in range(_MOST_PLACES):
+            at = body.find(name, at)
+            if at < 0:
+                break
+            at += len(name)
+            if _IDS_FOLLOW.match(body, at):
+                # No id has a quote: the last bracket before the next quote ends the list.
+                quote = body.find(b'"', at)
+                end = body.rfind(b"]", at, quote if quote >= 0 else len(body))
+                if end >= 0:
+                    count += body.count(b",", at, end) + 1
+                    size += end - at
+                    at = end
+    return count, size

@@ -1,0 +1,1 @@
+"""Passes requests on to engines and their answers back, byte for byte."""

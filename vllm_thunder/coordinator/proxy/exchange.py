@@ -1,0 +1,37 @@
+"""What there is to tell of one request when it is over."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = ["Exchange", "Outcome"]
+
+
+class Outcome(StrEnum):
+    OK = "ok"  #: an engine's answer reached the client whole, whatever its status
+    CLIENT_GONE = "client_gone"  #: the client left, or was left, before it had all
+    ENGINE_LOST = "engine_lost"  #: the answer was cut, or no engine gave one
+    REFUSED = "refused"  #: the coordinator answered itself
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One request, for metrics and the log. Times are seconds, sizes are bytes.
+
+    ``status`` is 0 when the client got none. ``queue_seconds``: from the arrival of the whole
+    request until it was sent to the engine that answered. ``first_byte_seconds``: from then until
+    the answer's first byte came; None: none did. ``attempts``: engines that it was sent to.
+    """
+
+    path: str
+    program_id: str | None = None
+    turn_id: str | None = None
+    request_id: str | None = None
+    backend_id: str | None = None
+    status: int = 0
+    outcome: Outcome = Outcome.CLIENT_GONE
+    queue_seconds: float = 0.0
+    first_byte_seconds: float | None = None
+    total_seconds: float = 0.0
+    attempts: int = 0
+    prompt_bytes: int = 0
+    answer_bytes: int = 0

@@ -1,0 +1,119 @@
+"""The heads of forwarded messages: what a proxy has to change in them (RFC 9110 §7.6.1), and no
+more."""
+
+from collections.abc import Iterable
+
+from starlette.types import Scope
+
+from vllm_thunder.coordinator.proxy.pool import Origin
+from vllm_thunder.program.endpoints import WAITED_HEADER
+
+__all__ = ["Headers", "RequestHead", "answer_headers", "value_of"]
+
+#: Names and values, repeated names and all.
+Headers = list[tuple[bytes, bytes]]
+
+#: They are about one connection, not about the message.
+_HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authentication-info",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+
+_WAITED = WAITED_HEADER.encode()
+_RANK = b"x-data-parallel-rank"
+
+#: Of a request: what is written anew. Who asks for ``100-continue`` was answered here.
+_WRITTEN_ANEW = _HOP_BY_HOP | {b"host", b"content-length", b"expect", _WAITED}
+
+
+class RequestHead:
+    """The head of one request, for whichever engine it goes to.
+
+    The raw path and the query keep their bytes; headers keep bytes, order and repetitions.
+    ``engine_key`` takes the place of the client's own ``Authorization``.
+    """
+
+    __slots__ = ("_kept", "_key", "_target", "method")
+
+    def __init__(self, scope: Scope, engine_key: str | None = None):
+        self.method: str = scope["method"]
+        self._target = _target(scope)
+        self._key = engine_key
+        dropped = _WRITTEN_ANEW | _named_by_connection(scope["headers"])
+        if engine_key is not None:
+            dropped |= {b"authorization"}
+        self._kept: Headers = [item for item in scope["headers"] if item[0] not in dropped]
+
+    def without_content_coding(self) -> None:
+        """The body is sent as it was before its content coding."""
+        self._kept = [item for item in self._kept if item[0] != b"content-encoding"]
+
+    def bytes_for(
+        self, origin: Origin, *, rank: int | None, waited: float, length: int | None
+    ) -> bytes:
+        """The head as bytes. ``rank``: the data-parallel rank that has to take it. ``waited``:
+        seconds for which the turn was held. ``length`` of the body in bytes, 0 where there is
+        none; None: it comes in chunks."""
+        parts = [
+            self.method.encode(),
+            b" ",
+            origin.prefix,
+            self._target,
+            b" HTTP/1.1\r\nhost: ",
+            origin.host_header,
+            b"\r\n",
+        ]
+        for name, value in self._kept:
+            if rank is None or name != _RANK:
+                parts += (name, b": ", value, b"\r\n")
+        if length is None:
+            parts.append(b"transfer-encoding: chunked\r\n")
+        elif length or self.method in ("POST", "PUT", "PATCH"):
+            parts.append(b"content-length: %d\r\n" % length)
+        if self._key is not None:
+            parts.append(b"authorization: Bearer %b\r\n" % self._key.encode())
+        if rank is not None:
+            parts.append(b"%b: %d\r\n" % (_RANK, rank))
+        if abs(waited) >= 0.001:  # to be placed takes a moment, which is no wait
+            parts.append(b"%b: %.3f\r\n" % (_WAITED, waited))
+        parts.append(b"\r\n")
+        return b"".join(parts)
+
+
+def answer_headers(headers: Headers) -> Headers:
+    """An engine's headers as its answer carries them to the client; lower-case names."""
+    lowered = [(name.lower(), value) for name, value in headers]
+    dropped = _HOP_BY_HOP | _named_by_connection(lowered)
+    return [item for item in lowered if item[0] not in dropped]
+
+
+def value_of(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes:
+    """The first value of a header by its lower-case name, b"" where there is none."""
+    return next((value for key, value in headers if key == name), b"")
+
+
+def _named_by_connection(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[bytes]:
+    """Header names that ``Connection`` declares to be about the connection."""
+    listed = [value for name, value in headers if name == b"connection"]
+    if not listed or listed == [b"keep-alive"] or listed == [b"close"]:
+        return frozenset()
+    return frozenset(token.strip().lower() for value in listed for token in value.split(b","))
+
+
+def _target(scope: Scope) -> bytes:
+    raw: bytes = scope["raw_path"]
+    root: bytes = scope.get("root_path", "").rstrip("/").encode()
+    if root and raw.startswith(root):
+        raw = raw[len(root) :]  # the server put it there
+    query: bytes = scope["query_string"]
+    return raw + b"?" + query if query else raw

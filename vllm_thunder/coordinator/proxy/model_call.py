@@ -1,0 +1,356 @@
+"""One model call: read, placed, asked of engines until one answers, and passed back."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from starlette.types import Receive, Scope, Send
+
+from vllm_thunder.asgi import has_json_body, identity_headers, new_turn_id, path_of
+from vllm_thunder.coordinator.fleet.backend import Backend
+from vllm_thunder.coordinator.fleet.fleet import Dispatch, Overloaded, Unavailable
+from vllm_thunder.coordinator.prompts.prompts import Prompt
+from vllm_thunder.coordinator.prompts.usage import AnswerTokens
+from vllm_thunder.coordinator.proxy.answers import STREAM_PATHS, event_of_answer
+from vllm_thunder.coordinator.proxy.connection import Connection, EngineLost
+from vllm_thunder.coordinator.proxy.exchange import Exchange, Outcome
+from vllm_thunder.coordinator.proxy.heads import RequestHead, value_of
+from vllm_thunder.coordinator.proxy.reply import Departure, Reply, is_stream
+from vllm_thunder.coordinator.proxy.upstream import Upstream
+from vllm_thunder.program.body import acceptable_body
+from vllm_thunder.program.endpoints import WAITED_HEADER
+from vllm_thunder.program.errors import IdentityError
+from vllm_thunder.program.identity import RoutingFields, decode_routing_fields, resolve_turn
+from vllm_thunder.program.turn import Turn
+
+if TYPE_CHECKING:
+    from vllm_thunder.coordinator.proxy.proxy import Proxy
+
+__all__ = ["ModelCall"]
+
+#: Answers that an engine which is going down may give to anything.
+_PERHAPS_DOWN = frozenset({500, 502, 503, 504})
+
+#: How often a call may be lost by engines that are up before it is the call that is at fault.
+_MOST_LOSSES = 3
+
+#: Bytes of an error answer that can become an event of a stream.
+_ERROR_BYTES = 1024 * 1024
+
+
+class ModelCall:
+    """Serves one request; :meth:`run` leaves nothing behind however it ends."""
+
+    __slots__ = (
+        "_answer_tokens",
+        "_arrived",
+        "_at",
+        "_body",
+        "_call_id",
+        "_counted",
+        "_dispatch",
+        "_exchange",
+        "_failed",
+        "_fields",
+        "_head",
+        "_losses",
+        "_path",
+        "_prompt",
+        "_proxy",
+        "_refused",
+        "_reply",
+        "_scope",
+        "_suspect",
+        "_text",
+        "_turn",
+        "_upstream",
+    )
+
+    def __init__(self, proxy: Proxy, scope: Scope, send: Send):
+        self._proxy = proxy
+        self._scope = scope
+        self._path = path_of(scope)
+        request_id = value_of(scope["headers"], b"x-request-id").decode("latin-1")
+        self._exchange = Exchange(self._path, request_id=request_id or None)
+        self._reply = Reply(self._path, send, self._exchange)
+        self._upstream = Upstream(proxy.pool, proxy.ongoing, proxy.connect_seconds)
+        self._arrived = 0.0
+        self._head: RequestHead
+        #: As it came, and with its content coding undone.
+        self._body = self._text = b""
+        self._fields: RoutingFields | None = None
+        self._turn: Turn | None = None
+        self._prompt: Prompt | None = None
+        self._call_id = ""
+        #: The engine that has the call, as far as the books go.
+        self._at: Backend | None = None
+        self._answer_tokens: AnswerTokens | None = None
+        self._dispatch: Dispatch | None = None
+        #: Where a call without a program is, and which engines lost it.
+        self._counted: Backend | None = None
+        self._failed: list[Backend] = []
+        self._losses = 0
+        #: The engine said that the request is wrong.
+        self._refused = False
+        #: An engine that was lost when it was too late to ask another.
+        self._suspect: Backend | None = None
+
+    async def run(self, receive: Receive) -> None:
+        exchange = self._exchange
+        began = monotonic()
+        departure: Departure | None = None
+        try:
+            if not await self._read(receive):
+                return
+            self._arrived = monotonic()
+            departure = Departure(receive)
+            await self._serve()
+        except asyncio.CancelledError:
+            if departure is None or not departure.caused_it():
+                raise
+        finally:
+            if departure is not None:
+                departure.close()
+            self._reply.silence()
+            self._leave()
+            exchange.total_seconds = monotonic() - began
+            self._proxy.on_done(exchange)
+        if self._suspect is not None and self._suspect.usable:
+            await self._proxy.on_failure(self._suspect)
+
+    # -- the request -------------------------------------------------------------------
+
+    async def _read(self, receive: Receive) -> bool:
+        """Read the request and whose it is; False when that was the end of it."""
+        body = await self._read_body(receive)
+        if body is None:
+            return False
+        headers = self._scope["headers"]
+        self._body = self._text = body
+        self._exchange.prompt_bytes = len(body)
+        if has_json_body(self._scope):
+            coding = value_of(headers, b"content-encoding").lower()
+            if coding in (b"gzip", b"x-gzip"):
+                text = _gunzipped(body, self._proxy.max_body_bytes)
+                if len(text) > self._proxy.max_body_bytes:
+                    await self._refuse_size()
+                    return False
+                self._text = text
+            self._fields = decode_routing_fields(self._text)
+        named = identity_headers(self._scope)
+        named.pop(WAITED_HEADER, None)  # that is for us to say
+        try:
+            self._turn = resolve_turn(named, self._fields, path=self._path, new_turn_id=new_turn_id)
+        except IdentityError as error:
+            await self._reply.refuse(400, str(error), error.field)
+            return False
+        self._head = RequestHead(self._scope, self._proxy.engine_key)
+        return True
+
+    async def _read_body(self, receive: Receive) -> bytes | None:
+        limit = self._proxy.max_body_bytes
+        declared = value_of(self._scope["headers"], b"content-length")
+        if declared.isdigit() and int(declared) > limit:
+            await self._refuse_size()
+            return None
+        chunks: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                return None
+            chunk = message.get("body", b"")
+            chunks.append(chunk)
+            size += len(chunk)
+            if size > limit:
+                await self._refuse_size()
+                return None
+            if not message.get("more_body", False):
+                return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    async def _refuse_size(self) -> None:
+        limit = self._proxy.max_body_bytes
+        await self._reply.refuse(413, f"the request body has more than {limit} bytes, the limit")
+
+    # -- engines -----------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        fields = self._fields
+        if fields is not None and fields.stream is True and self._path in STREAM_PATHS:
+            self._reply.hold(self._proxy.keepalive_seconds)
+        try:
+            await self._ask_engines()
+        except Overloaded as error:
+            await self._reply.refuse(429, str(error))
+        except Unavailable as error:
+            await self._reply.refuse(503, str(error))
+
+    async def _ask_engines(self) -> None:
+        """One after the other until one answers."""
+        backend = await self._placed()
+        while backend is not None:
+            try:
+                chunk = await self._asked(backend)
+            except EngineLost as lost:
+                self._upstream.drop()
+                self._note_ended()
+                if await self._at_fault(backend, lost):
+                    return
+                backend = await self._placed_again(backend)
+            else:
+                await self._answer(backend, chunk)
+                return
+        raise Unavailable("no engine can be used now; try again later")
+
+    async def _placed(self) -> Backend | None:
+        turn, exchange = self._turn, self._exchange
+        if turn is None:
+            self._call_id = new_turn_id()
+            return self._count_at(self._proxy.fleet.least_busy())
+        self._call_id = turn.turn_id
+        exchange.program_id, exchange.turn_id = turn.program_id, turn.turn_id
+        prompt = self._prompt = self._proxy.calls.look(turn, self._text)
+        self._dispatch = await self._proxy.dispatcher.place(turn, prompt.tokens, prompt.cached)
+        return self._dispatch.backend
+
+    async def _placed_again(self, backend: Backend) -> Backend | None:
+        if self._dispatch is None:
+            self._failed.append(backend)
+            other = self._proxy.fleet.least_busy(self._failed)
+            return self._count_at(other or (backend if backend.usable else None))
+        # If it is cancelled there, the turn has ended there.
+        dispatch, self._dispatch = self._dispatch, None
+        self._dispatch = await self._proxy.dispatcher.place_again(dispatch)
+        return self._dispatch.backend
+
+    async def _asked(self, backend: Backend) -> bytes:
+        """The first of what the engine answers, b"" for nothing; EngineLost if the call has to go
+        elsewhere."""
+        exchange = self._exchange
+        sent = monotonic()
+        exchange.attempts += 1
+        exchange.backend_id = backend.backend_id
+        exchange.queue_seconds = sent - self._arrived
+        exchange.first_byte_seconds = None
+        dispatch = self._dispatch
+        waited = 0.0 if dispatch is None else dispatch.waited + dispatch.credit
+        self._note_sent(backend)
+        await self._upstream.ask(backend, self._head, self._body_for(backend), waited)
+        connection = self._upstream.connection
+        assert connection is not None
+        if connection.status in _PERHAPS_DOWN and not await self._proxy.on_failure(backend):
+            raise EngineLost(f"it answered {connection.status} and is down")
+        chunk = await connection.chunk()
+        exchange.first_byte_seconds = monotonic() - sent
+        if is_stream(connection):
+            self._proxy.calls.first_byte(backend, self._call_id)
+        if self._reply.holding and not is_stream(connection):
+            chunk = await _rest(connection, chunk)  # to be an event, it has to be whole
+        return chunk
+
+    async def _at_fault(self, backend: Backend, lost: EngineLost) -> bool:
+        """Whether the call itself seems to be why an engine was lost; then it is refused."""
+        if backend.usable and (await self._proxy.on_failure(backend) or backend.usable):
+            self._losses += 1
+        if self._losses < _MOST_LOSSES:
+            return False
+        await self._reply.refuse(
+            502,
+            f"engines that are up lost this request {self._losses} times, the last time "
+            f"{backend.backend_id}: {lost}",
+        )
+        return True
+
+    async def _answer(self, backend: Backend, chunk: bytes) -> None:
+        reply, connection = self._reply, self._upstream.connection
+        assert connection is not None
+        self._refused = 400 <= connection.status < 500
+        self._body = self._text = b""  # it is not sent again, and answers take minutes
+        self._fields = None
+        await reply.hush()
+        if reply.begun and not is_stream(connection):
+            await reply.end_with(event_of_answer(self._path, connection.status, chunk))
+            self._exchange.outcome = Outcome.OK
+            return
+        try:
+            if backend.stock and connection.status == 200:
+                self._answer_tokens = AnswerTokens()
+                reply.reader = self._answer_tokens.feed
+            await reply.relay(connection, chunk)
+        except EngineLost as lost:
+            self._answer_tokens = None
+            self._suspect = backend
+            await reply.cut(
+                502, f"the engine was lost while it answered ({lost}); send the request again"
+            )
+
+    def _body_for(self, backend: Backend) -> bytes:
+        """What a stock engine would refuse is replaced in a labelled call."""
+        if not backend.stock or self._turn is None or self._fields is None:
+            return self._body
+        accepted = acceptable_body(self._text, self._fields)
+        if accepted is self._text:
+            return self._body
+        if self._body is not self._text:
+            self._head.without_content_coding()
+        self._body = self._text = accepted
+        return accepted
+
+    # -- the books ---------------------------------------------------------------------
+
+    def _note_sent(self, backend: Backend) -> None:
+        calls = self._proxy.calls
+        if self._prompt is None:
+            if not backend.stock:
+                return  # nobody wants to know
+            self._prompt = calls.look(None, self._text)
+        calls.sent(backend, self._turn, self._call_id, self._prompt)
+        self._at = backend
+
+    def _note_ended(self) -> None:
+        backend, self._at = self._at, None
+        if backend is not None and self._prompt is not None:
+            self._proxy.calls.ended(backend, self._call_id, self._prompt, self._answer_tokens)
+
+    def _count_at(self, backend: Backend | None) -> Backend | None:
+        if self._counted is not None:
+            self._counted.unlabelled -= 1
+        if backend is not None:
+            backend.unlabelled += 1
+        self._counted = backend
+        return backend
+
+    def _leave(self) -> None:
+        self._upstream.drop()
+        self._note_ended()
+        self._count_at(None)
+        if self._dispatch is not None:
+            self._proxy.dispatcher.ended(self._dispatch, refused=self._refused)
+            self._dispatch = None
+
+
+async def _rest(connection: Connection, chunk: bytes) -> bytes:
+    chunks, size = [chunk], len(chunk)
+    while not connection.at_end and size < _ERROR_BYTES:
+        chunks.append(await connection.chunk())
+        size += len(chunks[-1])
+    return b"".join(chunks)
+
+
+def _gunzipped(body: bytes, limit: int) -> bytes:
+    """What ``body`` unpacks to, a little over ``limit`` bytes at most; itself if it does not."""
+    parts: list[bytes] = []
+    room = limit + 1
+    rest = body
+    try:
+        while rest and room:
+            member = zlib.decompressobj(31)
+            parts.append(member.decompress(rest, room))
+            room -= len(parts[-1])
+            rest = member.unused_data
+    except zlib.error:
+        return body  # no engine can read it either
+    return b"".join(parts)

@@ -1,0 +1,130 @@
+"""The engine's side of one exchange: a connection, and how it is broken off from outside."""
+
+import asyncio
+
+from vllm_thunder.coordinator.fleet.backend import Backend
+from vllm_thunder.coordinator.proxy.connection import Connection, EngineLost
+from vllm_thunder.coordinator.proxy.heads import RequestHead
+from vllm_thunder.coordinator.proxy.pool import ConnectionPool, Origin, origin_of
+
+__all__ = ["Ongoing", "Upstream"]
+
+
+class Ongoing:
+    """Exchanges by the engine that they are with."""
+
+    def __init__(self) -> None:
+        self._at: dict[Backend, dict[Upstream, None]] = {}
+
+    def add(self, backend: Backend, upstream: "Upstream") -> None:
+        self._at.setdefault(backend, {})[upstream] = None
+
+    def discard(self, backend: Backend, upstream: "Upstream") -> None:
+        there = self._at.get(backend)
+        if there is not None:
+            there.pop(upstream, None)
+            if not there:
+                del self._at[backend]
+
+    def at(self, backend: Backend) -> "list[Upstream]":
+        return list(self._at.get(backend, ()))
+
+    def __len__(self) -> int:
+        return sum(map(len, self._at.values()))
+
+
+class Upstream:
+    """Asks one engine after the other until one answers; ``ongoing`` knows which it is now.
+
+    ``connect_seconds``: for how long an engine may take to accept a connection.
+    """
+
+    __slots__ = (
+        "_abandoned",
+        "_backend",
+        "_connect_seconds",
+        "_connecting",
+        "_ongoing",
+        "_pool",
+        "connection",
+    )
+
+    def __init__(self, pool: ConnectionPool, ongoing: Ongoing, connect_seconds: float):
+        self.connection: Connection | None = None
+        self._pool = pool
+        self._ongoing = ongoing
+        self._connect_seconds = connect_seconds
+        self._backend: Backend | None = None
+        self._connecting: asyncio.Timeout | None = None
+        self._abandoned: str | None = None
+
+    async def ask(self, backend: Backend, head: RequestHead, body: bytes, waited: float) -> None:
+        """Send a whole request; returns when status and headers of the answer have come.
+
+        Raises EngineLost. A request for which a connection of before broke is sent once more, on
+        a new one: the engine may have closed the old one for idleness in that moment.
+        """
+        self._begin(backend)
+        origin = origin_of(backend.url)
+        data = head.bytes_for(origin, rank=backend.rank, waited=waited, length=len(body))
+        head_only = head.method == "HEAD"
+        idle = self._pool.take(origin)
+        if idle is not None:
+            self.connection = idle
+            idle.send(data, body, head_only=head_only)
+            try:
+                await idle.answered()
+                return
+            except EngineLost:
+                if self._abandoned is not None:
+                    raise
+                self.connection = None
+                self._pool.give_back(idle)
+        self.connection = await self._connect(origin)
+        self.connection.send(data, body, head_only=head_only)
+        await self.connection.answered()
+
+    async def open(self, backend: Backend, head: RequestHead, length: int | None) -> Connection:
+        """Send the head of a request on a new connection; its body of ``length`` bytes follows, in
+        chunks if that is None. Raises EngineLost."""
+        self._begin(backend)
+        origin = origin_of(backend.url)
+        self.connection = await self._connect(origin)
+        data = head.bytes_for(origin, rank=backend.rank, waited=0.0, length=length)
+        self.connection.send(data, head_only=head.method == "HEAD")
+        return self.connection
+
+    def abandon(self, reason: str) -> None:
+        """Break it off: who waits for the engine gets EngineLost."""
+        self._abandoned = reason
+        if self.connection is not None:
+            self.connection.abort(reason)
+        elif self._connecting is not None and not self._connecting.expired():
+            self._connecting.reschedule(asyncio.get_running_loop().time())
+
+    def drop(self) -> None:
+        """Done with this engine, however it ended; closes the connection unless it can serve
+        again."""
+        if self.connection is not None:
+            self._pool.give_back(self.connection)
+            self.connection = None
+        if self._backend is not None:
+            self._ongoing.discard(self._backend, self)
+            self._backend = None
+
+    def _begin(self, backend: Backend) -> None:
+        self._abandoned = None
+        self._backend = backend
+        self._ongoing.add(backend, self)
+
+    async def _connect(self, origin: Origin) -> Connection:
+        self._connecting = asyncio.timeout(self._connect_seconds)
+        try:
+            async with self._connecting:
+                return await self._pool.connect(origin)
+        except TimeoutError:
+            raise EngineLost(
+                self._abandoned or f"no connection within {self._connect_seconds:g} s"
+            ) from None
+        finally:
+            self._connecting = None

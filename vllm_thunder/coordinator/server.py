@@ -1,0 +1,131 @@
+"""Puts the coordinator together and serves it until it is stopped."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import uvicorn
+
+from vllm_thunder.coordinator.admin import build_admin
+from vllm_thunder.coordinator.app import Coordinator
+from vllm_thunder.coordinator.broadcast import Broadcast
+from vllm_thunder.coordinator.calls import Calls
+from vllm_thunder.coordinator.config import CoordinatorConfig
+from vllm_thunder.coordinator.control import Control
+from vllm_thunder.coordinator.dispatcher import Dispatcher
+from vllm_thunder.coordinator.engines.engines import Engines
+from vllm_thunder.coordinator.engines.stock import StockEngines
+from vllm_thunder.coordinator.fleet.fleet import Fleet
+from vllm_thunder.coordinator.metrics import Metrics
+from vllm_thunder.coordinator.proxy.exchange import Exchange, Outcome
+from vllm_thunder.coordinator.proxy.pool import ConnectionPool
+from vllm_thunder.coordinator.proxy.proxy import Proxy
+from vllm_thunder.program.config import ThunderConfig
+
+__all__ = ["Launch", "running_coordinator", "serve"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What a coordinator is started with.
+
+    ``urls``: servers of engines. ``engines_file``: a file that lists more of them and is watched.
+    ``api_keys``: clients must have one of them. ``engine_api_key``: what engines are shown, in
+    place of the clients' own keys. ``stock_config``: how the books are kept of engines that do not
+    know programs.
+    """
+
+    config: CoordinatorConfig
+    urls: Sequence[str] = ()
+    engines_file: Path | None = None
+    api_keys: Sequence[str] = ()
+    engine_api_key: str | None = None
+    stock_config: ThunderConfig = field(default_factory=ThunderConfig)
+
+
+@asynccontextmanager
+async def running_coordinator(launch: Launch) -> AsyncIterator[tuple[Coordinator, Control]]:
+    """The application and what may be done to it, while its engines are followed.
+
+    Raises EngineError when two of the engines that answer cannot serve one fleet.
+    """
+    loop = asyncio.get_running_loop()
+    config = launch.config
+    fleet = Fleet(config)
+    dispatcher = Dispatcher(fleet, loop.time)
+    stock = StockEngines(dispatcher, launch.stock_config, config.host_cache_tokens, loop.time)
+    pool = ConnectionPool()
+    async with aiohttp.ClientSession(
+        # vLLM closes connections that are idle for 5 s.
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3),
+        cookie_jar=aiohttp.DummyCookieJar(),
+    ) as session:
+        engines = Engines(
+            dispatcher,
+            session,
+            config,
+            stock=stock,
+            api_key=launch.engine_api_key or next(iter(launch.api_keys), None),
+            on_down=lambda backend: proxy.abandon(backend),
+        )
+        metrics = Metrics(dispatcher, engines, loop.time)
+
+        def on_done(exchange: Exchange) -> None:
+            metrics.ended(exchange)
+            _learn(fleet, exchange)
+            _log(exchange)
+
+        proxy = Proxy(
+            dispatcher,
+            pool,
+            calls=Calls(fleet, dispatcher.prompts, stock, loop.time),
+            on_failure=engines.still_well,
+            on_done=on_done,
+            max_body_bytes=config.max_body_bytes,
+            keepalive_seconds=config.keepalive,
+            connect_seconds=config.engine_timeout,
+            engine_key=launch.engine_api_key,
+        )
+        control = Control(dispatcher, engines, metrics, config, loop.time, stock)
+        broadcast = Broadcast(fleet, engines, session)
+        app = Coordinator(fleet, proxy, build_admin(control), broadcast, launch.api_keys)
+        try:
+            await engines.start(launch.urls)
+            if launch.engines_file is not None:
+                engines.watch(launch.engines_file)
+            yield app, control
+        finally:
+            await engines.stop()
+            await control.stop()
+            pool.close()
+
+
+async def serve(launch: Launch, server: uvicorn.Config) -> None:
+    """Until SIGTERM or SIGINT. ``server``: where and how; its application is replaced."""
+    async with running_coordinator(launch) as (app, _):
+        server.app = app
+        await uvicorn.Server(server).serve()
+
+
+def _learn(fleet: Fleet, exchange: Exchange) -> None:
+    """Where the time of the program's turn went."""
+    program = fleet.get(exchange.program_id) if exchange.program_id is not None else None
+    if program is not None and exchange.first_byte_seconds is not None:
+        rest = exchange.total_seconds - exchange.queue_seconds - exchange.first_byte_seconds
+        program.profile.turn_ended(
+            exchange.queue_seconds, exchange.first_byte_seconds, max(rest, 0.0)
+        )
+
+
+def _log(exchange: Exchange) -> None:
+    """One line for each model call, with an id that its engine's log has too."""
+    level = logging.INFO if exchange.outcome is Outcome.OK else logging.WARNING
+    if logger.isEnabledFor(level):
+        logger.log(level, "%s", msgspec.json.encode(exchange).decode())
