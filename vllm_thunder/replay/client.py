@@ -5,7 +5,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm_thunder.program.errors import ConfigError, ThunderError
 from vllm_thunder.replay.records import StepRecord
 
-__all__ = ["CallFailed", "ChatClient", "ClientOptions"]
+__all__ = ["CallFailed", "ChatClient", "ClientOptions", "Conversations"]
 
 _HEADER = "header:"
 _CONTROL_SECONDS = 30.0  # for calls that no model work hangs on
@@ -82,6 +82,29 @@ class ClientOptions:
                 raise ConfigError(f"{flag}: {seconds} is not above 0")
 
 
+class Conversations(Protocol):
+    """Who carries a replay's calls: :class:`ChatClient`, or a client of several servers. The
+    methods are described there."""
+
+    options: ClientOptions
+    model: str
+
+    async def step(
+        self,
+        record: StepRecord,
+        messages: list[dict[str, str]],
+        output_tokens: int,
+        *,
+        final: bool,
+    ) -> str: ...
+
+    async def release(self, program_id: str) -> str | None: ...
+
+    async def counters(self) -> dict[str, float]: ...
+
+    async def summary(self) -> dict[str, Any] | None: ...
+
+
 class ChatClient:
     """Calls one server. Use as an async context manager."""
 
@@ -92,7 +115,9 @@ class ChatClient:
         headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
         self._session = aiohttp.ClientSession(
             headers=headers,
-            connector=aiohttp.TCPConnector(limit=0),  # the workload alone bounds concurrency
+            # The workload alone bounds concurrency. Servers close a connection that was idle for
+            # five seconds, and a POST that crosses that is lost.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
             read_bufsize=1 << 20,
         )
 
@@ -240,15 +265,21 @@ class ChatClient:
 
 
 async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of a server-sent event stream, which has to end with ``[DONE]``."""
+    """The JSON objects of a server-sent event stream, which has to end with ``[DONE]``.
+
+    What comes after that is read, too: who closes the connection before its end looks like a client
+    that went away, and the next call needs a new one.
+    """
+    done = False
     async for line in answer.content:
-        if not line.startswith(b"data:"):
+        if done or not line.startswith(b"data:"):
             continue  # blank lines between events, and comments that keep the connection open
         data = line[len(b"data:") :].strip()
-        if data == b"[DONE]":
-            return
-        yield json.loads(data)
-    raise CallFailed("the stream ended before [DONE]")
+        done = data == b"[DONE]"
+        if not done:
+            yield json.loads(data)
+    if not done:
+        raise CallFailed("the stream ended before [DONE]")
 
 
 def _put(field: str | None, value: Any, body: dict[str, Any], headers: dict[str, str]) -> None:

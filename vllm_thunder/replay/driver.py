@@ -12,10 +12,10 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict
 
-from vllm_thunder.replay.client import CallFailed, ChatClient, ClientOptions
+from vllm_thunder.replay.client import CallFailed, ChatClient, ClientOptions, Conversations
 from vllm_thunder.replay.records import ProgramRecord, Replay, StepRecord
 from vllm_thunder.replay.words import write_words
 from vllm_thunder.replay.workload import ProgramShape, Workload
@@ -28,6 +28,7 @@ _DECISIONS = ("turns", "pauses", "restores", "free_restores", "programs_created"
 _STOPPED = "the run was stopped before the program ended"
 
 OnStep = Callable[[StepRecord], None]
+Connect = Callable[[ClientOptions], AbstractAsyncContextManager[Conversations]]
 
 
 async def replay(
@@ -36,13 +37,15 @@ async def replay(
     *,
     kind: str = "server",
     on_step: OnStep | None = None,
+    connect: Connect = ChatClient,
 ) -> Replay:
-    """Run the whole workload once; ``on_step`` is called as each model call ends.
+    """Run the whole workload once; ``on_step`` is called as each model call ends. ``connect`` gives
+    the client that carries the calls.
 
     Failures of calls are in the result. Raises CallFailed only when the server does not
     answer before the run.
     """
-    async with ChatClient(options) as client:
+    async with connect(options) as client:
         before = await client.counters()
         summary_before = await client.summary() or {}
         run = _Run(workload, client, on_step)
@@ -85,7 +88,7 @@ async def replay(
 
 
 class _Run:
-    def __init__(self, workload: Workload, client: ChatClient, on_step: OnStep | None):
+    def __init__(self, workload: Workload, client: Conversations, on_step: OnStep | None):
         self.programs: list[ProgramRecord] = []
         self.steps: list[StepRecord] = []
         self._workload = workload

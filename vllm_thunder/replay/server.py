@@ -1,7 +1,7 @@
 """Starts an engine server for a measurement and always stops it again.
 
 ``stock`` is plain ``vllm serve``; ``thunder`` is ``vllm_thunder serve``. Both get the same
-flags, and only those.
+flags, and only those. Several engines can get a coordinator in front of them.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -26,7 +26,9 @@ __all__ = [
     "KINDS",
     "ServerFailed",
     "ServerSpec",
+    "free_ports",
     "on_cpu",
+    "running_coordinator",
     "running_server",
     "running_servers",
     "server_command",
@@ -48,7 +50,7 @@ class ServerSpec:
     """One engine server. ``usable_blocks`` x ``block_size`` tokens of KV cache (None: as much as
     the machine gives); ``kv_bytes_per_token`` makes the engine reserve enough memory for them.
     ``extra`` are further command-line arguments. ``dev_mode`` adds vLLM's routes for development,
-    ``POST /reset_prefix_cache`` among them."""
+    ``POST /reset_prefix_cache`` among them. ``environment``: variables by their names."""
 
     kind: str
     model: Path | str
@@ -59,6 +61,7 @@ class ServerSpec:
     max_model_len: int | None = None
     extra: tuple[str, ...] = ()
     dev_mode: bool = False
+    environment: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -136,8 +139,8 @@ def running_servers(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_sigterm_unwinds())
         started = [
-            (stack.enter_context(_process(spec, port, log)), port, log)
-            for (spec, log), port in zip(servers, _free_ports(len(servers)), strict=True)
+            (stack.enter_context(_engine(spec, port, log)), port, log)
+            for (spec, log), port in zip(servers, free_ports(len(servers)), strict=True)
         ]
         begin = time.monotonic()
         urls = []
@@ -149,15 +152,47 @@ def running_servers(
 
 
 @contextlib.contextmanager
-def _process(spec: ServerSpec, port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    command = server_command(spec, port, cpu=on_cpu())
-    environment = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_SERVER_DEV_MODE": "1" if spec.dev_mode else "0",
-    }
+def running_coordinator(
+    engines: Sequence[str],
+    log: Path,
+    *,
+    arguments: Sequence[str] = (),
+    start_timeout: float = 60.0,
+) -> Iterator[str]:
+    """The base URL of ``vllm_thunder coordinate`` in front of running engines, with further
+    ``arguments``; it answers as soon as one of them can be used. Otherwise as
+    :func:`running_server`."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_sigterm_unwinds())
+        (port,) = free_ports(1)
+        command = [sys.executable, "-m", "vllm_thunder", "coordinate"]
+        command += ["--engines", ",".join(engines), "--host", "127.0.0.1", "--port", str(port)]
+        process = stack.enter_context(_process([*command, *arguments], log, {}))
+        url = f"http://127.0.0.1:{port}"
+        _wait_until_healthy(process, url, log, time.monotonic(), start_timeout, None)
+        yield url
+
+
+def _engine(
+    spec: ServerSpec, port: int, log: Path
+) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+    return _process(
+        server_command(spec, port, cpu=on_cpu()),
+        log,
+        {
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_SERVER_DEV_MODE": "1" if spec.dev_mode else "0",
+            **dict(spec.environment),
+        },
+    )
+
+
+@contextlib.contextmanager
+def _process(
+    command: Sequence[str], log: Path, environment: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         # A session of its own: Ctrl-C reaches this process only, which then stops the server
@@ -167,7 +202,7 @@ def _process(spec: ServerSpec, port: int, log: Path) -> Iterator[subprocess.Pope
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env={**os.environ, **environment},
             start_new_session=True,
         )
         try:
@@ -234,7 +269,8 @@ def _sigterm_unwinds() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """So many ports that nothing listens on now, all different."""
     with contextlib.ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
