@@ -104,17 +104,28 @@ def test_a_restored_program_is_counted_once():
     assert room(desk) == pytest.approx(100 - b.claim - sum(left) + sum(left))
 
 
-def test_an_engine_with_nothing_to_run_gives_all_claims_after_its_grace():
+def test_an_idle_engine_gives_up_what_it_could_have_computed_in_the_time():
+    """After its grace, one claim after the other: what is displaced has to be computed again."""
     desk = Desk(idle_grace=0.5)
-    desk.act("a", 60)
+    desk.policy.prefill.add(1000, 0.0, 1.0)  # 1,000 tokens a second
+    desk.act("a", 30)
+    desk.act("b", 30)
     desk.busy = False
     desk.decide()
-    claim = desk.table.get("a").claim
-    assert room(desk, busy=False) == pytest.approx(100 - claim)
-    assert moves_at(desk) == desk.now + 0.5
-    desk.now += 0.5
+    a, b = desk.table.get("a"), desk.table.get("b")
+    cost = desk.policy.prefill.seconds(0, a.context_tokens)
+    assert 0 < cost < 1
+    idle = desk.now
+    assert room(desk, busy=False) == pytest.approx(100 - a.claim - b.claim)
+    assert moves_at(desk) == pytest.approx(idle + 0.5 + cost)
+    desk.now = idle + 0.5 + cost + 0.001
+    assert room(desk, busy=False) == pytest.approx(100 - b.claim)
+    assert room(desk, busy=True) == pytest.approx(100 - a.claim - b.claim)  # somebody came
+    assert moves_at(desk) == pytest.approx(idle + 0.5 + 2 * cost)
+    desk.now = idle + 0.5 + 2 * cost + 0.001
     assert room(desk, busy=False) == pytest.approx(100)
-    assert room(desk, busy=True) == pytest.approx(100 - claim)  # somebody came in between
+    desk.now = moves_at(desk)  # the claims lapse: they are room already
+    assert room(desk, busy=False) == pytest.approx(100)
 
 
 def test_fcfs_offers_what_no_request_uses():

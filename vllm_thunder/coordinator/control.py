@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 #: Times that an engine is asked to end a program, and seconds between two of them.
 _RELEASE_ATTEMPTS, _RELEASE_SECONDS = 5, 1.0
+#: Seconds for which a coordinator that stops waits for that.
+_STOP_SECONDS = 3.0
 
 
 class UnknownEngine(ThunderError):
@@ -110,7 +112,9 @@ class Control:
             self.dispatcher.prompts.forget(backend_id)
 
     async def stop(self) -> None:
-        """Ask no more."""
+        """Ask no more; what engines are still to be told they get a moment for."""
+        if self._background:
+            await asyncio.wait(self._background, timeout=_STOP_SECONDS)
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)

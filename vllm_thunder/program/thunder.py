@@ -158,8 +158,8 @@ class ThunderPolicy(FcfsPolicy):
         """What nobody claims below the low watermark, and what acting programs give up to anybody
         who waits; without what those need that wait already."""
         room = self._room(memory, self.config.low_watermark) - self._needed
-        if not memory.busy and now >= self._grace_ends_at():
-            return room + sum(program.claim for program in self.acting)
+        if not memory.busy and self._idle_since is not None:
+            return room + self._spare(now)[0]
         if not self.table.priorities_differ:
             return room + sum(program.claim for program in self.acting.until((0, now)))
         return room + sum(p.claim for (_, lapses_at), p in self.acting.items() if lapses_at <= now)
@@ -171,7 +171,23 @@ class ThunderPolicy(FcfsPolicy):
             lapses = [lapses_at for (_, lapses_at), _ in self.acting.items()]
         else:
             lapses = [self.acting.next_rank((0, now), (0, inf))[1]]
-        return min((at for at in (*lapses, self._grace_ends_at()) if at > now), default=inf)
+        return min((at for at in (*lapses, self._spare(now)[1]) if at > now), default=inf)
+
+    def _spare(self, now: float) -> tuple[float, float]:
+        """Claims of acting programs that an idle engine gives up: those that have lapsed, and after
+        ``idle_grace`` as many as could have been computed again in the time that it has been idle
+        since (ski rental); and when there are more of them."""
+        if self._idle_since is None:
+            return 0.0, inf
+        spare = 0.0
+        at = self._idle_since + self.config.idle_grace
+        for (_, lapses_at), program in self.acting.items():
+            cost = self.prefill.seconds(0, program.context_tokens)
+            at += _HOLD_PRIOR_SECONDS if cost is None else cost
+            if now < min(at, lapses_at):
+                return spare, min(at, lapses_at)
+            spare += program.claim
+        return spare, inf
 
     def check_integrity(self) -> None:
         waiting = set(self.table.waiting)
@@ -367,10 +383,6 @@ class ThunderPolicy(FcfsPolicy):
         if first is not None and first.turns_run > 1:
             since = max(since, inf if self._idle_since is None else self._idle_since)
         return since + self.config.idle_grace
-
-    def _grace_ends_at(self) -> float:
-        """When the engine will have had nothing to run for ``idle_grace``; inf while it runs."""
-        return inf if self._idle_since is None else self._idle_since + self.config.idle_grace
 
     def _candidates(self, now: float) -> Iterator[tuple[Program, bool]]:
         """Waiting programs and whether they are due, in the order of their restore.
