@@ -30,13 +30,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from benchmarks.compare import alternate
 from benchmarks.fleet.rows import ROWS, Row
 from benchmarks.fleet.session import Measurement, Session
 from benchmarks.fleet.watch import pooled
-from benchmarks.suite.bars import Measured, Verdict
+from benchmarks.suite.bars import Measured, verdict_table
 from vllm_thunder.program.errors import ConfigError, ThunderError
 from vllm_thunder.replay.machine import describe_machine
 from vllm_thunder.replay.plot import plot_replays
@@ -103,7 +102,7 @@ def _report(row: Row, runs: Sequence[Replay], args: argparse.Namespace, console:
     summaries = [summarize(label, found) for label, found in by_label.items()]
     console.print(fleet_table(summaries, by_label, f"{row.name}: {row.title}"))
     console.print(run_table(runs))
-    console.print(_verdict_table(verdicts))
+    console.print(verdict_table({row.name: verdicts}))
     report: dict[str, Any] = {
         "row": row.name,
         "title": row.title,
@@ -171,21 +170,6 @@ _ROWS = (
 
 def _moves(runs: Sequence[Replay]) -> int:
     return sum(run.about["fleet"]["moves"] for run in runs)
-
-
-def _verdict_table(verdicts: Sequence[Verdict]) -> Table:
-    table = Table(title="bars", title_justify="left")
-    table.add_column("bar", overflow="fold")
-    for heading in ("asked", "measured", ""):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for verdict in verdicts:
-        table.add_row(
-            verdict.bar,
-            verdict.limit,
-            "nothing" if verdict.figure is None else f"{verdict.figure:,.4g}",
-            Text("met", "green") if verdict.met else Text("MISSED", "bold red"),
-        )
-    return table
 
 
 def plan_table(rows: Sequence[Row], args: argparse.Namespace) -> Table:

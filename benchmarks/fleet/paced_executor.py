@@ -118,7 +118,7 @@ class PacedExecutor(Executor):
     def sample_tokens(
         self, grammar_output: GrammarOutput | None, non_block: bool = False
     ) -> ModelRunnerOutput | Future[ModelRunnerOutput]:
-        raise NotImplementedError("execute_model() has sampled already")
+        raise RuntimeError("execute_model() has sampled already")
 
     # -- what the engine core asks for at its start ------------------------------------
 
@@ -163,7 +163,7 @@ class PacedExecutor(Executor):
         kwargs: dict[str, Any] | None = None,
         non_block: bool = False,
     ) -> list[Any]:
-        raise NotImplementedError(f"{method}: there is no worker that could do it")
+        raise RuntimeError(f"{method}: there is no worker that could do it")
 
     def check_health(self) -> None:
         """Nothing can fail."""

@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import aiohttp
 from rich.console import Console
@@ -24,7 +23,7 @@ from benchmarks.fleet.client import FleetClient
 from benchmarks.fleet.load import ENGINES, engine_blocks, skewed
 from benchmarks.fleet.rows import Contender, Setup
 from benchmarks.fleet.watch import Imbalance, Watch, coordinator_reader, engine_reader
-from vllm_thunder.program.errors import ConfigError
+from benchmarks.resumable import ResumableSession
 from vllm_thunder.replay.client import ChatClient, ClientOptions
 from vllm_thunder.replay.driver import OnStep, replay
 from vllm_thunder.replay.machine import describe_machine
@@ -66,12 +65,8 @@ class Measurement:
         return work / f"{self.setup.name}-{self.contender.label}-seed{self.seed}.json"
 
 
-class Session:
-    """Measures on engines that it starts when they are needed and stops with the ``with`` block.
-
-    ``planned`` is everything that will be asked for: it says which kinds to start for a setup.
-    ``work`` takes the runs and the servers' logs; a run that lies there is not taken again.
-    """
+class Session(ResumableSession[Measurement]):
+    """The engines of a row's contenders are up together; see the module."""
 
     def __init__(
         self,
@@ -82,55 +77,10 @@ class Session:
         engine_arguments: Sequence[str] = (),
         coordinator_arguments: Sequence[str] = (),
     ):
-        self._work = work
-        self._console = console
+        super().__init__(work, planned, console)
         self._engine_arguments = tuple(engine_arguments)
         self._coordinator_arguments = tuple(coordinator_arguments)
-        self._missing = [m for m in dict.fromkeys(planned) if not m.path(work).is_file()]
-        self._commit = describe_machine()["commit"]
-        self._servers = contextlib.ExitStack()
         self._setup: Setup | None = None
-        self._running: dict[str, list[str]] = {}
-
-    def __enter__(self) -> Self:
-        self._work.mkdir(parents=True, exist_ok=True)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.stop_servers()
-
-    def stop_servers(self) -> None:
-        """The next run gets new ones."""
-        self._running = {}
-        self._servers.close()
-
-    def run(self, measurement: Measurement) -> Replay:
-        """The measurement's run: from ``work``, or taken now and put there.
-
-        Raises ConfigError when the run in ``work`` was not taken as this one would be.
-        """
-        path = measurement.path(self._work)
-        told = self._identity(measurement)
-        if path.is_file():
-            result = Replay.load(path)
-            found = result.about["measurement"]
-            changed = [name for name in told if found.get(name) != told[name]]
-            if changed:
-                raise ConfigError(
-                    f"{path} was measured otherwise ({', '.join(changed)}): use --fresh or "
-                    "another --work"
-                )
-            return result
-        result = self._take(measurement)
-        result.about["measurement"] = told
-        result.save(path)
-        self._missing.remove(measurement)
-        return result
 
     def _take(self, measurement: Measurement) -> Replay:
         contender, workload = measurement.contender, measurement.workload
@@ -255,7 +205,6 @@ class Session:
         }
 
     def _identity(self, measurement: Measurement) -> dict[str, Any]:
-        """What has to be equal for a stored run to stand for a new one; JSON values."""
         contender = measurement.contender
         thunder = contender.kind == "thunder"
         return {

@@ -21,10 +21,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from benchmarks.compare import alternate
-from benchmarks.suite.bars import Measured, Verdict
+from benchmarks.suite.bars import Measured, Verdict, verdict_table
 from benchmarks.suite.rows import ROWS, Row
 from benchmarks.suite.session import Measurement, Session
 from vllm_thunder.program.errors import ConfigError, ThunderError
@@ -74,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     finally:
         if verdicts:
-            console.print(_verdict_table(verdicts))
+            console.print(verdict_table(verdicts))
     for text in failed[:20]:
         console.print(text, style="red", markup=False, highlight=False)
     return 1 if failed else 0
@@ -125,28 +124,10 @@ def _report(
         console.print(run_table([run for found in judged.values() for run in found]))
         report |= to_json(summaries, runs, row.contenders[0].label)
         plot_replays(runs, args.out / f"{row.name}.png", row.title)
-    console.print(_verdict_table({row.name: verdicts}))
+    console.print(verdict_table({row.name: verdicts}))
     path = args.out / f"{row.name}.json"
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return verdicts
-
-
-def _verdict_table(verdicts: dict[str, list[Verdict]]) -> Table:
-    table = Table(title="bars", title_justify="left")
-    for heading in ("row", "bar"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("asked", "measured", ""):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for name, found in verdicts.items():
-        for verdict in found:
-            table.add_row(
-                name,
-                verdict.bar,
-                verdict.limit,
-                "nothing" if verdict.figure is None else f"{verdict.figure:,.4g}",
-                Text("met", "green") if verdict.met else Text("MISSED", "bold red"),
-            )
-    return table
 
 
 def _plan_table(rows: Sequence[Row], args: argparse.Namespace) -> Table:

@@ -4,10 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from rich.table import Table
+from rich.text import Text
+
 from vllm_thunder.replay.records import Replay
 from vllm_thunder.replay.report import Summary, summarize
 
-__all__ = ["Bar", "FactBar", "Limit", "Measured", "ReplayBar", "Verdict"]
+__all__ = ["Bar", "FactBar", "Limit", "Measured", "ReplayBar", "Verdict", "verdict_table"]
 
 #: A number of a summary; None where the server does not tell what it takes.
 Metric = Callable[[Summary], float | None]
@@ -116,3 +119,22 @@ class FactBar:
     def judge(self, measured: Measured) -> Verdict:
         figure = measured.facts.get(self.fact)
         return Verdict(self.text, str(self.limit), figure, self.limit.holds(figure))
+
+
+def verdict_table(verdicts: dict[str, list[Verdict]]) -> Table:
+    """Bars by the row that they are of, as they were met or missed."""
+    table = Table(title="bars", title_justify="left")
+    for heading in ("row", "bar"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("asked", "measured", ""):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, found in verdicts.items():
+        for verdict in found:
+            table.add_row(
+                name,
+                verdict.bar,
+                verdict.limit,
+                "nothing" if verdict.figure is None else f"{verdict.figure:,.4g}",
+                Text("met", "green") if verdict.met else Text("MISSED", "bold red"),
+            )
+    return table

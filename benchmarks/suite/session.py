@@ -6,20 +6,17 @@ a server has no program and an empty prefix cache; what vllm_thunder has learned
 stays, as it would in production.
 """
 
-import contextlib
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
 
+from benchmarks.resumable import ResumableSession
 from benchmarks.suite.rows import LOADS, Contender
-from vllm_thunder.program.errors import ConfigError
 from vllm_thunder.replay.client import ClientOptions
-from vllm_thunder.replay.machine import describe_machine
 from vllm_thunder.replay.measure import empty_server, measure_on
 from vllm_thunder.replay.records import Replay
 from vllm_thunder.replay.server import ServerSpec, running_servers
@@ -44,12 +41,8 @@ class Measurement:
         return work / f"{self.contender.load}-{self.contender.label}-seed{self.seed}.json"
 
 
-class Session:
-    """Measures on servers that it starts when they are needed and stops with the ``with`` block.
-
-    ``planned`` is everything that will be asked for: it says which kinds to start for a KV size.
-    ``work`` takes the runs and the servers' logs; a run that lies there is not taken again.
-    """
+class Session(ResumableSession[Measurement]):
+    """The servers of one KV size are up together; see the module."""
 
     def __init__(
         self,
@@ -58,54 +51,9 @@ class Session:
         console: Console,
         thunder_arguments: Sequence[str] = (),
     ):
-        self._work = work
-        self._console = console
+        super().__init__(work, planned, console)
         self._thunder_arguments = tuple(thunder_arguments)
-        self._missing = [m for m in dict.fromkeys(planned) if not m.path(work).is_file()]
-        self._commit = describe_machine()["commit"]
-        self._servers = contextlib.ExitStack()
         self._blocks: int | None = None
-        self._running: dict[str, tuple[ServerSpec, str]] = {}
-
-    def __enter__(self) -> Self:
-        self._work.mkdir(parents=True, exist_ok=True)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.stop_servers()
-
-    def stop_servers(self) -> None:
-        """The next run gets new ones."""
-        self._running = {}
-        self._servers.close()
-
-    def run(self, measurement: Measurement) -> Replay:
-        """The measurement's run: from ``work``, or taken now and put there.
-
-        Raises ConfigError when the run in ``work`` was not taken as this one would be.
-        """
-        path = measurement.path(self._work)
-        told = self._identity(measurement)
-        if path.is_file():
-            result = Replay.load(path)
-            found = result.about["measurement"]
-            changed = [name for name in told if found.get(name) != told[name]]
-            if changed:
-                raise ConfigError(
-                    f"{path} was measured otherwise ({', '.join(changed)}): use --fresh or "
-                    "another --work"
-                )
-            return result
-        result = self._take(measurement)
-        result.about["measurement"] = told
-        result.save(path)
-        self._missing.remove(measurement)
-        return result
 
     def _take(self, measurement: Measurement) -> Replay:
         contender, workload = measurement.contender, measurement.workload
@@ -159,7 +107,6 @@ class Session:
         )
 
     def _identity(self, measurement: Measurement) -> dict[str, Any]:
-        """What has to be equal for a stored run to stand for a new one; JSON values."""
         contender = measurement.contender
         thunder = contender.kind == "thunder"
         return {

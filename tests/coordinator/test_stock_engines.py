@@ -40,6 +40,7 @@ class StockEngine(FakeEngine):
             "/tokenize": b'{"tokens": [1, 2, 3]}',
             "/metrics": _NOBODY_WAITS.sub(r"\g<1>0.0", vllm_text()).encode(),
             "/health": b"",
+            "/reset_prefix_cache": b"",
         }
         path = urlsplit(request.target.decode()).path
         if path.startswith("/v1/chat"):
@@ -105,13 +106,13 @@ async def test_a_label_that_vllm_would_refuse_is_made_acceptable(stock):
         assert json.loads(call.body) == {**body, "session_id": "7"}
 
 
-async def test_new_weights_empty_the_books_caches(stock):
+@pytest.mark.parametrize("how", ["/weight_sync/end", "/reset_prefix_cache"])
+async def test_new_weights_and_a_reset_empty_the_books_caches(stock, how):
     async with coordinator(launch(stock)) as (port, control):
         await up(control)
         await ask(port, turn("p"))
         await until(lambda: control.fleet.get("p").resident_blocks)
-        await ask(port, post({}, "/weight_sync/begin"))
-        await ask(port, post({}, "/weight_sync/end"))
+        assert (await ask(port, post({}, how))).status == 200
         await until(lambda: control.fleet.get("p").resident_blocks == 0)
 
 

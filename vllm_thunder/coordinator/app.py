@@ -1,7 +1,6 @@
 """The coordinator as one ASGI application: who is asked what, and who may ask."""
 
 import hmac
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +15,6 @@ from vllm_thunder.coordinator.proxy.proxy import Proxy
 from vllm_thunder.program.endpoints import MODEL_CALLS
 
 __all__ = ["Coordinator"]
-
-logger = logging.getLogger(__name__)
 
 #: Model calls of engines other than vLLM: SGLang's own endpoint.
 _OTHER_MODEL_CALLS = frozenset({"/generate"})

@@ -1,6 +1,7 @@
 """Requests that are for every engine: what changes the state of a server changes all of them."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -35,6 +36,11 @@ BROADCAST_PATHS = frozenset(
     }
 )
 
+#: Of these, what empties the engines' prefix caches.
+_EMPTY_CACHES = frozenset(
+    {"/finish_weight_update", "/reset_prefix_cache", "/sleep", "/update_weights"}
+)
+
 #: What must differ from engine to engine, such as ranks in a process group.
 SINGLE_ENGINE_PATHS = frozenset(
     {
@@ -52,9 +58,16 @@ _PASSED_ON = ("content-type", "authorization", "accept", "x-request-id")
 
 class Broadcast:
     """ASGI application. The answer is that of the first server where all agree that it worked,
-    else 502 with what each of them said."""
+    else 502 with what each of them said. ``on_caches_reset``: it emptied their prefix caches."""
 
-    def __init__(self, fleet: Fleet, engines: Engines, session: aiohttp.ClientSession):
+    def __init__(
+        self,
+        fleet: Fleet,
+        engines: Engines,
+        session: aiohttp.ClientSession,
+        on_caches_reset: Callable[[], None],
+    ):
+        self._on_caches_reset = on_caches_reset
         self._fleet = fleet
         self._engines = engines
         self._session = session
@@ -81,6 +94,8 @@ class Broadcast:
         answers = await asyncio.gather(
             *(self._ask(url + target.decode("latin-1"), headers, body) for url in urls)
         )
+        if path in _EMPTY_CACHES and any(answer[0] < 400 for answer in answers):
+            self._on_caches_reset()
         status, kind, text = answers[0]
         if all(answer[0] < 400 for answer in answers):
             await _answer(send, status, [(b"content-type", kind.encode("latin-1"))], text)

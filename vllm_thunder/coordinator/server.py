@@ -94,7 +94,7 @@ async def running_coordinator(launch: Launch) -> AsyncIterator[tuple[Coordinator
             engine_key=launch.engine_api_key,
         )
         control = Control(dispatcher, engines, metrics, config, loop.time, stock)
-        broadcast = Broadcast(fleet, engines, session)
+        broadcast = Broadcast(fleet, engines, session, control.caches_reset)
         app = Coordinator(fleet, proxy, build_admin(control), broadcast, launch.api_keys)
         try:
             await engines.start(launch.urls)

@@ -96,7 +96,7 @@ class Fleet:
                 f"{self.queue.held_turns} turns wait already, the limit; try again later"
             )
         if program is None:
-            program = self._track(turn.program_id, now)
+            program = self._track(turn.program_id)
         if program in self._idle:
             del self._idle[program]
             if program.profile.turns:
@@ -274,7 +274,7 @@ class Fleet:
 
     # -- inside: programs --------------------------------------------------------------
 
-    def _track(self, program_id: str, now: float) -> Tracked:
+    def _track(self, program_id: str) -> Tracked:
         if len(self._programs) >= self.config.max_programs:
             oldest = next(iter(self._idle), None)
             if oldest is None:
@@ -285,7 +285,7 @@ class Fleet:
             self.evicted += 1
             self._forget(oldest)
         self.created += 1
-        program = self._programs[program_id] = Tracked(program_id, created_at=now)
+        program = self._programs[program_id] = Tracked(program_id)
         return program
 
     def _rests(self, program: Tracked, now: float) -> None:
@@ -304,7 +304,7 @@ class Fleet:
         """What an engine says of a program; of one that nobody here knows it is the home."""
         program = self._programs.get(told.program_id)
         if program is None:
-            program = self._track(told.program_id, now)
+            program = self._track(told.program_id)
             program.idle_since = now
             self._idle[program] = None
         backend.unconfirmed.pop(program, None)

@@ -32,9 +32,6 @@ class WaitingQueue:
         """Programs that wait."""
         return len(self._order)
 
-    def __contains__(self, program: Tracked) -> bool:
-        return program in self._order
-
     def hold(self, program: Tracked, turn_id: str, since: float) -> bool:
         """A turn waits; True when it is the program's first."""
         program.waiting[turn_id] = None

@@ -22,7 +22,6 @@ class Tracked:
     """
 
     program_id: str
-    created_at: float
     priority: int = 0
     group: str | None = None
     parent_id: str | None = None
