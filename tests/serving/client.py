@@ -141,15 +141,28 @@ class Client:
     async def crowd(self, tokens: int = 2000) -> AsyncIterator[list[Stream]]:
         """Two programs that generate ``tokens`` tokens each and fill two thirds of the memory: a
         new program with a prompt of CROWDED_OUT tokens is held until one of them ends."""
-        async with (
-            self.generating(words(2000, "crowd 1"), "crowd 1", tokens=tokens) as one,
-            self.generating(words(2000, "crowd 2"), "crowd 2", tokens=tokens) as two,
-        ):
-            await one.take(1)
-            await two.take(1)
-            yield [one, two]
-            one.cut()
-            two.cut()
+        for _ in range(5):
+            # What a server has learned from long outputs of earlier turns would hold the second.
+            for _ in range(10):
+                await self.complete("short", "short outputs", tokens=1)
+            await self.release("short outputs")
+            async with (
+                self.generating(words(2000, "crowd 1"), "crowd 1", tokens=tokens) as one,
+                self.generating(words(2000, "crowd 2"), "crowd 2", tokens=tokens) as two,
+            ):
+                await one.take(1)
+                await two.take(1)
+                if (await self.summary())["by_phase"]["REASONING"] == 2:
+                    yield [one, two]
+                    one.cut()
+                    two.cut()
+                    return
+            # On a machine that is busy with other things vLLM may pass tokens on so late that a
+            # turn has ended before its first is seen.
+            await self.until_idle()
+            for program_id in ("crowd 1", "crowd 2"):
+                await self.release(program_id)
+        raise AssertionError("no crowd: a turn ends before both have begun")
 
     # -- questions ---------------------------------------------------------------------
 
