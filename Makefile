@@ -1,7 +1,7 @@
 # Every target builds the environment first if it is not there (see scripts/env.sh).
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format unit engine-test conformance bench wheel env clean clean-env
+.PHONY: help demo test lint format unit engine-test conformance bench fleet wheel env clean clean-env
 
 RUN := scripts/env.sh run
 
@@ -35,6 +35,9 @@ conformance: ## vLLM's own tests/v1/core with our scheduler and pool; downloads 
 
 bench: ## every claim, stock vLLM beside vllm_thunder: about an hour; ARGS="--plan", ARGS="thrash mixed"
 	@$(RUN) python -m benchmarks.suite $(ARGS)
+
+fleet: ## three engines behind the coordinator beside other routers: 90 minutes; ARGS=--plan
+	@$(RUN) python -m benchmarks.fleet $(ARGS)
 
 wheel: ## dist/*.whl and dist/*.tar.gz
 	@$(RUN) python -m build --no-isolation --outdir dist .
