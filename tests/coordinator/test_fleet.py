@@ -3,7 +3,7 @@
 import pytest
 
 from tests.coordinator.desk import BLOCK, Desk
-from vllm_thunder.coordinator.fleet.fleet import Overloaded
+from vllm_thunder.coordinator.fleet.dispatch import Overloaded
 from vllm_thunder.program.errors import IntegrityError
 from vllm_thunder.program.report import ProgramReport
 

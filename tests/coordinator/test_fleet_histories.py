@@ -1,6 +1,7 @@
 """Everything that can happen to a fleet, in any order, and how long a decision takes."""
 
 import time
+from dataclasses import replace
 
 import hypothesis.strategies as st
 from hypothesis import settings
@@ -8,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.coordinator.desk import Desk
 from vllm_thunder.coordinator.fleet.backend import Health
-from vllm_thunder.coordinator.fleet.fleet import Overloaded
+from vllm_thunder.coordinator.fleet.dispatch import Overloaded
 from vllm_thunder.program.report import ProgramReport
 
 
@@ -21,14 +22,24 @@ class FleetMachine(RuleBasedStateMachine):
         super().__init__()
         self.desk = Desk([50] * self.ENGINES, max_wait=20.0, max_programs=6, max_held_turns=12)
         self.fleet = self.desk.fleet
+        #: Turns that were at an engine and are not any more, and those that no decision has seen.
+        self.left_engines = 0
+        self.undecided = set()
 
-    @rule(p=st.integers(0, 7), blocks=st.integers(1, 80), group=st.sampled_from([None, "g"]))
-    def arrive(self, p, blocks, group):
-        before = self.fleet.queue.held_turns, len(self.fleet)
+    @rule(
+        p=st.integers(0, 7),
+        blocks=st.integers(1, 80),
+        group=st.sampled_from([None, "g"]),
+        final=st.booleans(),
+    )
+    def arrive(self, p, blocks, group, final):
+        before = self.fleet.queue.held_turns, len(self.fleet), replace(self.fleet.counts)
         try:
-            self.desk.send(f"p{p}", blocks, group=group)
+            if self.desk.send(f"p{p}", blocks, group=group, final=final) is None:
+                self.undecided.add(f"t{self.desk.sent}")
         except Overloaded:
-            assert (self.fleet.queue.held_turns, len(self.fleet)) == before
+            after = self.fleet.queue.held_turns, len(self.fleet), self.fleet.counts
+            assert after == before
 
     @rule(seconds=st.floats(0.0, 20.0))
     def reconcile(self, seconds):
@@ -38,6 +49,7 @@ class FleetMachine(RuleBasedStateMachine):
             assert dispatch.backend in usable
             assert dispatch.program.running[dispatch.turn_id] is dispatch.backend
             assert not self.fleet.frozen
+        self.undecided.clear()
         assert self.fleet.deadline > self.desk.now
         if usable and not self.fleet.frozen:
             for program in self.fleet:
@@ -56,15 +68,21 @@ class FleetMachine(RuleBasedStateMachine):
             if known or len(self.fleet) < 6:
                 self.desk.told(f"e{e}", f"p{p}", 80, resident, claimed=resident > 40)
 
-    @rule(data=st.data(), taken=st.booleans(), refused=st.booleans())
-    def end_or_fail(self, data, taken, refused):
+    @rule(
+        data=st.data(),
+        taken=st.booleans(),
+        how=st.sampled_from([{}, {"refused": True}, {"cancelled": True}]),
+    )
+    def end_or_fail(self, data, taken, how):
         going = [(p, t) for p in self.fleet for t in [*p.running, *p.waiting]]
         if going:
             program, turn_id = data.draw(st.sampled_from(going))
+            self.left_engines += turn_id in program.running
+            self.undecided.discard(turn_id)
             if taken or turn_id in program.waiting:
-                self.fleet.ended(program, turn_id, self.desk.now, refused=refused)
+                self.fleet.ended(program, turn_id, self.desk.now, **how)
             else:
-                self.fleet.unsent(program, turn_id, 0.0, self.desk.now)
+                self.unsend(program, turn_id, 0.0)
 
     @rule(e=st.integers(0, ENGINES - 1), sent=st.booleans())
     def die(self, e, sent):
@@ -72,11 +90,16 @@ class FleetMachine(RuleBasedStateMachine):
         self.fleet.went_down(backend, self.desk.now)
         self.fleet.check_integrity()
         for program, turn_id in list(backend.running):
+            self.left_engines += 1
             if sent:
-                self.fleet.unsent(program, turn_id, 1.0, self.desk.now)
+                self.unsend(program, turn_id, 1.0)
             else:
                 self.fleet.ended(program, turn_id, self.desk.now)
         assert not backend.running
+
+    def unsend(self, program, turn_id, waited):
+        self.fleet.unsent(program, turn_id, waited, self.desk.now)
+        self.undecided.add(turn_id)
 
     @rule(e=st.integers(0, ENGINES - 1), kept=st.sets(st.integers(0, 7)), more=st.booleans())
     def tell_from_the_beginning(self, e, kept, more):
@@ -121,9 +144,32 @@ class FleetMachine(RuleBasedStateMachine):
         if program is not None and not program.in_flight:
             self.fleet.release(f"p{p}")
 
+    @rule(seconds=st.floats(1700.0, 1900.0))
+    def nothing_happens_for_long(self, seconds):
+        if not any(p.waiting for p in self.fleet):
+            self.desk.now += seconds
+            self.fleet.reconcile(self.desk.now)
+
     @invariant()
     def the_books_agree(self):
         self.fleet.check_integrity()
+
+    @invariant()
+    def programs_are_conserved(self):
+        counts = self.fleet.counts
+        gone = counts.programs_ended + counts.programs_expired + counts.programs_evicted
+        assert counts.programs_created == gone + len(self.fleet)
+
+    @invariant()
+    def turns_are_conserved(self):
+        counts = self.fleet.counts
+        held = {turn_id for p in self.fleet for turn_id in p.waiting} - self.undecided
+        went_on = counts.turns_resumed + counts.turns_cancelled_held + counts.turns_given_up
+        assert counts.turns_paused == went_on + len(held)
+        running = sum(len(p.running) for p in self.fleet)
+        assert counts.turns_admitted == self.left_engines + running
+        assert counts.turns_cancelled_held <= counts.turns_cancelled
+        assert counts.turns_resumed <= counts.turns_admitted
 
 
 TestFleet = FleetMachine.TestCase

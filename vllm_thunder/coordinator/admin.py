@@ -268,6 +268,7 @@ def _add_pages(app: FastAPI, control: Control) -> None:
                 "metrics_enabled": True,
                 "metrics_interval": control.config.interval,
                 "backends": backends,
+                "counters": fleet.counts,
             }
         )
 

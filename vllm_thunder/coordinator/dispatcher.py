@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from vllm_thunder.coordinator.fleet.backend import Backend, Health
-from vllm_thunder.coordinator.fleet.fleet import Dispatch, Fleet, Unavailable
+from vllm_thunder.coordinator.fleet.dispatch import Dispatch, Unavailable
+from vllm_thunder.coordinator.fleet.fleet import Fleet
 from vllm_thunder.coordinator.fleet.tracked import Tracked
 from vllm_thunder.coordinator.prompts.prompts import Prompts
 from vllm_thunder.program.report import EngineReport
@@ -54,10 +55,10 @@ class Dispatcher:
         self.fleet.unsent(dispatch.program, dispatch.turn_id, dispatch.waited, self._clock())
         return await self._wait(dispatch.program, dispatch.turn_id)
 
-    def ended(self, dispatch: Dispatch, *, refused: bool = False) -> None:
-        """A turn that was placed ended, in whatever way; ``refused`` as of
+    def ended(self, dispatch: Dispatch, *, refused: bool = False, cancelled: bool = False) -> None:
+        """A turn that was placed ended, in whatever way; ``refused`` and ``cancelled`` as of
         :meth:`~vllm_thunder.coordinator.fleet.fleet.Fleet.ended`."""
-        self._ended(dispatch.program, dispatch.turn_id, refused=refused)
+        self._ended(dispatch.program, dispatch.turn_id, refused=refused, cancelled=cancelled)
 
     def reported(self, backend: Backend, report: EngineReport) -> None:
         """An engine told what has changed there."""
@@ -101,15 +102,18 @@ class Dispatcher:
         self.changed()
         try:
             return await future
-        except (asyncio.CancelledError, Unavailable):
+        except (asyncio.CancelledError, Unavailable) as error:
             # It may have been placed in the same instant: it ends all the same.
-            self._ended(program, turn_id)
+            self._ended(program, turn_id, cancelled=isinstance(error, asyncio.CancelledError))
             raise
         finally:
             del self._waiting[turn_id]
 
-    def _ended(self, program: Tracked, turn_id: str, *, refused: bool = False) -> None:
-        self.fleet.ended(program, turn_id, self._clock(), refused=refused)
+    def _ended(
+        self, program: Tracked, turn_id: str, *, refused: bool = False, cancelled: bool
+    ) -> None:
+        now = self._clock()
+        self.fleet.ended(program, turn_id, now, refused=refused, cancelled=cancelled)
         if program.ends and not program.in_flight and self.fleet.get(program.program_id) is program:
             home = program.home
             self.fleet.release(program.program_id)

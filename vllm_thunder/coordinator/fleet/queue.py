@@ -27,6 +27,8 @@ class WaitingQueue:
         self._settled: Ranked[Tracked] = Ranked()
         self._groups: dict[str, dict[Tracked, None]] = {}
         self.held_turns = 0
+        #: Turns that no decision has seen yet: they may be placed without having been held.
+        self._undecided: set[str] = set()
 
     def __len__(self) -> int:
         """Programs that wait."""
@@ -36,6 +38,7 @@ class WaitingQueue:
         """A turn waits; True when it is the program's first."""
         program.waiting[turn_id] = None
         self.held_turns += 1
+        self._undecided.add(turn_id)
         if program.waiting_since is not None:
             return False
         program.waiting_since = since
@@ -46,23 +49,21 @@ class WaitingQueue:
             self._groups.setdefault(program.group, {})[program] = None
         return True
 
-    def unhold(self, program: Tracked, turn_id: str, now: float) -> None:
-        """A turn waits no more."""
+    def decided(self) -> int:
+        """A decision has left waiting whatever waits; of how many turns it was the first."""
+        count = len(self._undecided)
+        self._undecided.clear()
+        return count
+
+    def unhold(self, program: Tracked, turn_id: str, now: float) -> bool:
+        """A turn waits no more; whether a decision had left it waiting."""
         del program.waiting[turn_id]
         self.held_turns -= 1
-        if program.waiting:
-            return
-        assert program.waiting_since is not None
-        program.longest_wait = max(program.longest_wait, now - program.waiting_since)
-        program.waiting_since = None
-        self._order.discard(program)
-        self._due.discard(program)
-        self._settled.discard(program)
-        if program.group is not None:
-            members = self._groups[program.group]
-            del members[program]
-            if not members:
-                del self._groups[program.group]
+        was_held = turn_id not in self._undecided
+        self._undecided.discard(turn_id)
+        if not program.waiting:
+            self._no_longer_waits(program, now)
+        return was_held
 
     def settle(self, program: Tracked, until: float, now: float) -> None:
         """A program that waits does so for one engine until then."""
@@ -111,9 +112,24 @@ class WaitingQueue:
             p for p in waiting if p.group is not None
         }:
             found.append("the groups are not those of the programs that wait in groups")
+        if not self._undecided <= {turn for program in waiting for turn in program.waiting}:
+            found.append(f"{self._undecided} await a decision and do not wait")
         if self.held_turns != sum(len(p.waiting) for p in programs):
             found.append(f"{self.held_turns} held turns counted")
         for program in programs:
             if (program.waiting_since is None) == bool(program.waiting):
                 found.append(f"{program!r} has no start of its wait, or one too many")
         return found
+
+    def _no_longer_waits(self, program: Tracked, now: float) -> None:
+        assert program.waiting_since is not None
+        program.longest_wait = max(program.longest_wait, now - program.waiting_since)
+        program.waiting_since = None
+        self._order.discard(program)
+        self._due.discard(program)
+        self._settled.discard(program)
+        if program.group is not None:
+            members = self._groups[program.group]
+            del members[program]
+            if not members:
+                del self._groups[program.group]

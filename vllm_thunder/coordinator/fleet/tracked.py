@@ -52,6 +52,8 @@ class Tracked:
     running: dict[str, Backend] = field(default_factory=dict)
     #: It was released while turns were in flight: the last one takes it along.
     ends: bool = False
+    #: The turn that it said is its last; an engine that has had it forgets the program after it.
+    last_turn: str | None = None
     #: Its place may not change before this time although another engine would fit better.
     settled_until: float = 0.0
     #: When its last turn ended.

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from vllm_thunder.asgi import has_json_body, identity_headers, new_turn_id, path_of
 from vllm_thunder.coordinator.fleet.backend import Backend
-from vllm_thunder.coordinator.fleet.fleet import Dispatch, Overloaded, Unavailable
+from vllm_thunder.coordinator.fleet.dispatch import Dispatch, Overloaded, Unavailable
 from vllm_thunder.coordinator.prompts.prompts import Prompt
 from vllm_thunder.coordinator.prompts.usage import AnswerTokens
 from vllm_thunder.coordinator.proxy.answers import STREAM_PATHS, event_of_answer
@@ -328,7 +328,8 @@ class ModelCall:
         self._note_ended()
         self._count_at(None)
         if self._dispatch is not None:
-            self._proxy.dispatcher.ended(self._dispatch, refused=self._refused)
+            gone = self._exchange.outcome is Outcome.CLIENT_GONE
+            self._proxy.dispatcher.ended(self._dispatch, refused=self._refused, cancelled=gone)
             self._dispatch = None
 
 
