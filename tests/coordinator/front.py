@@ -23,6 +23,7 @@ from vllm_thunder.coordinator.prompts.prompts import Prompt, Prompts
 from vllm_thunder.coordinator.proxy.exchange import Exchange
 from vllm_thunder.coordinator.proxy.pool import ConnectionPool
 from vllm_thunder.coordinator.proxy.proxy import Proxy
+from vllm_thunder.coordinator.proxy.stored import STORED_PREFIX
 from vllm_thunder.program.config import ThunderConfig
 from vllm_thunder.program.endpoints import MODEL_CALLS
 from vllm_thunder.program.report import EngineReport, MemoryReport
@@ -161,6 +162,8 @@ class Front:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["method"] == "POST" and scope["path"] in MODEL_CALLS:
             await self.proxy.model_call(scope, receive, send)
+        elif scope["path"].startswith(STORED_PREFIX):
+            await self.proxy.stored_call(scope, receive, send)
         else:
             await self.proxy.pass_on(scope, receive, send, next(iter(self.engines)))
 

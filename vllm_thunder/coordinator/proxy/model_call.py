@@ -19,7 +19,8 @@ from vllm_thunder.coordinator.proxy.connection import Connection, EngineLost
 from vllm_thunder.coordinator.proxy.exchange import Exchange, Outcome
 from vllm_thunder.coordinator.proxy.heads import RequestHead, value_of
 from vllm_thunder.coordinator.proxy.reply import Departure, Reply, is_stream
-from vllm_thunder.coordinator.proxy.upstream import Upstream
+from vllm_thunder.coordinator.proxy.request_body import BodyTooLarge, body_within
+from vllm_thunder.coordinator.proxy.upstream import PERHAPS_DOWN, Upstream
 from vllm_thunder.program.body import acceptable_body
 from vllm_thunder.program.endpoints import WAITED_HEADER
 from vllm_thunder.program.errors import IdentityError
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
     from vllm_thunder.coordinator.proxy.proxy import Proxy
 
 __all__ = ["ModelCall"]
-
-#: Answers that an engine which is going down may give to anything.
-_PERHAPS_DOWN = frozenset({500, 502, 503, 504})
 
 #: How often a call may be lost by engines that are up before it is the call that is at fault.
 _MOST_LOSSES = 3
@@ -125,7 +123,12 @@ class ModelCall:
 
     async def _read(self, receive: Receive) -> bool:
         """Read the request and whose it is; False when that was the end of it."""
-        body = await self._read_body(receive)
+        limit = self._proxy.max_body_bytes
+        try:
+            body = await body_within(limit, self._scope, receive)
+        except BodyTooLarge as error:
+            await self._reply.refuse(413, str(error))
+            return False
         if body is None:
             return False
         headers = self._scope["headers"]
@@ -134,9 +137,9 @@ class ModelCall:
         if has_json_body(self._scope):
             coding = value_of(headers, b"content-encoding").lower()
             if coding in (b"gzip", b"x-gzip"):
-                text = _gunzipped(body, self._proxy.max_body_bytes)
-                if len(text) > self._proxy.max_body_bytes:
-                    await self._refuse_size()
+                text = _gunzipped(body, limit)
+                if len(text) > limit:
+                    await self._reply.refuse(413, str(BodyTooLarge(limit)))
                     return False
                 self._text = text
             self._fields = decode_routing_fields(self._text)
@@ -149,31 +152,6 @@ class ModelCall:
             return False
         self._head = RequestHead(self._scope, self._proxy.engine_key)
         return True
-
-    async def _read_body(self, receive: Receive) -> bytes | None:
-        limit = self._proxy.max_body_bytes
-        declared = value_of(self._scope["headers"], b"content-length")
-        if declared.isdigit() and int(declared) > limit:
-            await self._refuse_size()
-            return None
-        chunks: list[bytes] = []
-        size = 0
-        while True:
-            message = await receive()
-            if message["type"] != "http.request":
-                return None
-            chunk = message.get("body", b"")
-            chunks.append(chunk)
-            size += len(chunk)
-            if size > limit:
-                await self._refuse_size()
-                return None
-            if not message.get("more_body", False):
-                return chunks[0] if len(chunks) == 1 else b"".join(chunks)
-
-    async def _refuse_size(self) -> None:
-        limit = self._proxy.max_body_bytes
-        await self._reply.refuse(413, f"the request body has more than {limit} bytes, the limit")
 
     # -- engines -----------------------------------------------------------------------
 
@@ -241,7 +219,7 @@ class ModelCall:
         await self._upstream.ask(backend, self._head, self._body_for(backend), waited)
         connection = self._upstream.connection
         assert connection is not None
-        if connection.status in _PERHAPS_DOWN and not await self._proxy.on_failure(backend):
+        if connection.status in PERHAPS_DOWN and not await self._proxy.on_failure(backend):
             raise EngineLost(f"it answered {connection.status} and is down")
         chunk = await connection.chunk()
         exchange.first_byte_seconds = monotonic() - sent
