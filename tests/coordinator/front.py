@@ -198,7 +198,8 @@ async def running_front(**settings: Any):
     """A front whose books are empty when it ends, and with it every task that it started."""
     tasks = asyncio.all_tasks()
     loop = asyncio.get_running_loop()
-    fleet_settings = {k: settings.pop(k) for k in ("max_wait", "max_held_turns") if k in settings}
+    limits = ("max_wait", "max_held_turns", "max_held_bytes")
+    fleet_settings = {name: settings.pop(name) for name in limits if name in settings}
     fleet = Fleet(CoordinatorConfig(**fleet_settings))
     front = Front(
         fleet, Dispatcher(fleet, loop.time), ConnectionPool(tls=settings.pop("tls", None))

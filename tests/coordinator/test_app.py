@@ -302,6 +302,9 @@ async def test_too_many_turns_and_too_large_bodies_are_refused(engines):
         for n, client in enumerate(clients):
             client.send(turn(f"p{n}"))
         await until(lambda: control.fleet.queue.held_turns == 2)
+        held = sum(len(turn(f"p{n}").split(b"\r\n\r\n")[1]) for n in range(2))
+        assert (await page(port, "/status"))["held_bytes"] == held
+        assert b"coordinator:held_bytes %.1f" % held in (await ask(port, get("/metrics"))).body
         refused = await ask(port, turn("p2"))
         assert refused.status == 429
         assert "2 turns wait" in refused.json()["error"]["message"]

@@ -20,25 +20,34 @@ class FleetMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.desk = Desk([50] * self.ENGINES, max_wait=20.0, max_programs=6, max_held_turns=12)
+        limits = {"max_programs": 6, "max_held_turns": 12, "max_held_bytes": 60}
+        self.desk = Desk([50] * self.ENGINES, max_wait=20.0, **limits)
         self.fleet = self.desk.fleet
         #: Turns that were at an engine and are not any more, and those that no decision has seen.
         self.left_engines = 0
         self.undecided = set()
+        #: Of the bodies of all turns that have arrived.
+        self.sizes = {}
 
     @rule(
         p=st.integers(0, 7),
         blocks=st.integers(1, 80),
         group=st.sampled_from([None, "g"]),
         final=st.booleans(),
+        size=st.integers(0, 20),
     )
-    def arrive(self, p, blocks, group, final):
-        before = self.fleet.queue.held_turns, len(self.fleet), replace(self.fleet.counts)
+    def arrive(self, p, blocks, group, final, size):
+        queue = self.fleet.queue
+        before = queue.held_turns, queue.held_bytes, len(self.fleet), replace(self.fleet.counts)
+        turn = {"group": group, "final": final, "body_bytes": size}
         try:
-            if self.desk.send(f"p{p}", blocks, group=group, final=final) is None:
+            if self.desk.send(f"p{p}", blocks, **turn) is None:
                 self.undecided.add(f"t{self.desk.sent}")
+                assert queue.held_turns <= 12
+                assert queue.held_bytes <= 60
+            self.sizes[f"t{self.desk.sent}"] = size
         except Overloaded:
-            after = self.fleet.queue.held_turns, len(self.fleet), self.fleet.counts
+            after = queue.held_turns, queue.held_bytes, len(self.fleet), self.fleet.counts
             assert after == before
 
     @rule(seconds=st.floats(0.0, 20.0))
@@ -98,7 +107,7 @@ class FleetMachine(RuleBasedStateMachine):
         assert not backend.running
 
     def unsend(self, program, turn_id, waited):
-        self.fleet.unsent(program, turn_id, waited, self.desk.now)
+        self.fleet.unsent(program, turn_id, waited, self.desk.now, self.sizes[turn_id])
         self.undecided.add(turn_id)
 
     @rule(e=st.integers(0, ENGINES - 1), kept=st.sets(st.integers(0, 7)), more=st.booleans())
@@ -153,6 +162,11 @@ class FleetMachine(RuleBasedStateMachine):
     @invariant()
     def the_books_agree(self):
         self.fleet.check_integrity()
+
+    @invariant()
+    def bodies_are_counted_while_they_wait(self):
+        waiting = (turn_id for p in self.fleet for turn_id in p.waiting)
+        assert self.fleet.queue.held_bytes == sum(self.sizes[turn_id] for turn_id in waiting)
 
     @invariant()
     def programs_are_conserved(self):

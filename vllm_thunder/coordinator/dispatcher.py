@@ -35,7 +35,11 @@ class Dispatcher:
         self.decision_seconds = 0.0
 
     async def place(
-        self, turn: Turn, prompt_tokens: float, cached: Mapping[str, float] = MappingProxyType({})
+        self,
+        turn: Turn,
+        prompt_tokens: float,
+        cached: Mapping[str, float] = MappingProxyType({}),
+        body_bytes: int = 0,
     ) -> Dispatch:
         """Where to send a turn; returns when it may go there. Arguments as of
         :meth:`~vllm_thunder.coordinator.fleet.fleet.Fleet.arrived`.
@@ -43,17 +47,18 @@ class Dispatcher:
         Cancelled, the turn is gone, and so it is when this raises: Overloaded at once, Unavailable
         when it has waited for ``max_wait`` and no engine can be used.
         """
-        dispatch = self.fleet.arrived(turn, prompt_tokens, cached, self._clock())
+        dispatch = self.fleet.arrived(turn, prompt_tokens, cached, self._clock(), body_bytes)
         if dispatch is not None:
             return dispatch
         program = self.fleet.get(turn.program_id)
         assert program is not None
         return await self._wait(program, turn.turn_id)
 
-    async def place_again(self, dispatch: Dispatch) -> Dispatch:
+    async def place_again(self, dispatch: Dispatch, body_bytes: int = 0) -> Dispatch:
         """The engine did not take the turn: where to send it now. Raises Unavailable."""
-        self.fleet.unsent(dispatch.program, dispatch.turn_id, dispatch.waited, self._clock())
-        return await self._wait(dispatch.program, dispatch.turn_id)
+        program, turn_id = dispatch.program, dispatch.turn_id
+        self.fleet.unsent(program, turn_id, dispatch.waited, self._clock(), body_bytes)
+        return await self._wait(program, turn_id)
 
     def ended(self, dispatch: Dispatch, *, refused: bool = False, cancelled: bool = False) -> None:
         """A turn that was placed ended, in whatever way; ``refused`` and ``cancelled`` as of

@@ -104,6 +104,7 @@ class Metrics:
             programs.add_metric([phase], count)
         yield programs
         yield _gauge("held_turns", "Turns that wait here.", fleet.queue.held_turns)
+        yield _gauge("held_bytes", "Bytes of the bodies of these.", fleet.queue.held_bytes)
         yield _gauge(
             "longest_wait_seconds",
             "How long the turn has waited that waits the longest.",

@@ -30,7 +30,7 @@ class Fleet:
         self.config = config
         self.backends: dict[str, Backend] = {}
         self.rooms = Rooms()
-        self.queue = WaitingQueue(config.max_wait)
+        self.queue = WaitingQueue(config)
         #: While true every turn waits: weights are being updated.
         self.frozen = False
         self._programs: dict[str, Tracked] = {}
@@ -55,19 +55,23 @@ class Fleet:
     # -- turns -------------------------------------------------------------------------
 
     def arrived(
-        self, turn: Turn, prompt_tokens: float, cached: Mapping[str, float], now: float
+        self,
+        turn: Turn,
+        prompt_tokens: float,
+        cached: Mapping[str, float],
+        now: float,
+        body_bytes: int = 0,
     ) -> Dispatch | None:
         """A turn arrived; None: it waits until :meth:`reconcile` places it.
 
         ``prompt_tokens`` may be an estimate. ``cached``: by backend id, how many of them are likely
-        to be in its prefix cache, of other programs. Raises Overloaded, and then nothing has
-        changed.
+        to be in its prefix cache, of other programs. ``body_bytes``: what its request takes here
+        while it waits. Raises Overloaded, and then nothing has changed.
         """
         program = self._programs.get(turn.program_id)
-        if self.queue.held_turns >= self.config.max_held_turns:
-            raise Overloaded(
-                f"{self.queue.held_turns} turns wait already, the limit; try again later"
-            )
+        at_once = None if self.frozen or program is None else program.goes_on_at()
+        if at_once is None:
+            self.queue.check_room(body_bytes)
         if program is None:
             program = self._track(turn.program_id)
         if program in self._idle:
@@ -87,12 +91,9 @@ class Fleet:
         program.prompt_tokens = max(prompt_tokens, program.context_tokens)
         if program.home is None and not program.waiting:
             self._find_near(program, cached)
-        home = program.home
-        goes_on = home is not None and home.usable and (program.claimed or program.running)
-        if goes_on and not self.frozen:
-            assert home is not None
-            return self._send(program, turn.turn_id, home, now, 0.0, "has a claim there")
-        self._hold(program, turn.turn_id, now)
+        if at_once is not None:
+            return self._send(program, turn.turn_id, at_once, now, 0.0, "has a claim there")
+        self._hold(program, turn.turn_id, now, now, body_bytes)
         return None
 
     def ended(
@@ -128,11 +129,13 @@ class Fleet:
         else:
             self._rests(program, now)
 
-    def unsent(self, program: Tracked, turn_id: str, waited: float, now: float) -> None:
-        """The engine did not take the turn, no byte of an answer came: it waits again, as one that
-        had waited ``waited`` seconds."""
+    def unsent(
+        self, program: Tracked, turn_id: str, waited: float, now: float, body_bytes: int = 0
+    ) -> None:
+        """The engine did not take the turn, no byte of an answer came: it waits again, whatever
+        the limits say, as one that had waited ``waited`` seconds."""
         self._no_longer_runs(program, turn_id)
-        self._hold(program, turn_id, now, waited)
+        self._hold(program, turn_id, now - waited, now, body_bytes)
 
     def release(self, program_id: str) -> Tracked | None:
         """Forget a program whose turns have all ended; returns it, None if it is not tracked."""
@@ -342,8 +345,8 @@ class Fleet:
             if backend is not None and backend.usable and tokens > program.near_tokens:
                 program.near, program.near_tokens = backend, tokens
 
-    def _hold(self, program: Tracked, turn_id: str, now: float, waited: float = 0.0) -> None:
-        if self.queue.hold(program, turn_id, now - waited):
+    def _hold(self, program: Tracked, turn_id: str, since: float, now: float, size: int) -> None:
+        if self.queue.hold(program, turn_id, since, size):
             self.queue.settle(program, now + self._stay_seconds(program), now)
 
     def _stay_seconds(self, program: Tracked) -> float:

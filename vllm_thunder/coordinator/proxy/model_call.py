@@ -191,7 +191,9 @@ class ModelCall:
         self._call_id = turn.turn_id
         exchange.program_id, exchange.turn_id = turn.program_id, turn.turn_id
         prompt = self._prompt = self._proxy.calls.look(turn, self._text)
-        self._dispatch = await self._proxy.dispatcher.place(turn, prompt.tokens, prompt.cached)
+        self._dispatch = await self._proxy.dispatcher.place(
+            turn, prompt.tokens, prompt.cached, self._body_bytes()
+        )
         return self._dispatch.backend
 
     async def _placed_again(self, backend: Backend) -> Backend | None:
@@ -201,8 +203,12 @@ class ModelCall:
             return self._count_at(other or (backend if backend.usable else None))
         # If it is cancelled there, the turn has ended there.
         dispatch, self._dispatch = self._dispatch, None
-        self._dispatch = await self._proxy.dispatcher.place_again(dispatch)
+        self._dispatch = await self._proxy.dispatcher.place_again(dispatch, self._body_bytes())
         return self._dispatch.backend
+
+    def _body_bytes(self) -> int:
+        """What the body takes in memory until an engine answers."""
+        return len(self._body) + (0 if self._text is self._body else len(self._text))
 
     async def _asked(self, backend: Backend) -> bytes:
         """The first of what the engine answers, b"" for nothing; EngineLost if the call has to go
