@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.coordinator.desk import Desk
 from vllm_thunder.coordinator.fleet.backend import Health
-from vllm_thunder.coordinator.fleet.dispatch import Overloaded
+from vllm_thunder.coordinator.fleet.dispatch import Dispatch, Overloaded
 from vllm_thunder.program.report import ProgramReport
 
 
@@ -105,6 +105,17 @@ class FleetMachine(RuleBasedStateMachine):
             else:
                 self.fleet.ended(program, turn_id, self.desk.now)
         assert not backend.running
+
+    @rule(data=st.data(), e=st.integers(0, ENGINES - 1))
+    def go_elsewhere(self, data, e):
+        to = self.fleet.backends[f"e{e}"]
+        going = [(p, t, b) for p in self.fleet for t, b in p.running.items() if b is not to]
+        if going and to.usable:
+            program, turn_id, at = data.draw(st.sampled_from(going))
+            dispatch = Dispatch(program, turn_id, at, 0.0, "", 0.0, None)
+            moved = self.fleet.redirected(dispatch, to, self.desk.now)
+            self.left_engines += 1
+            assert (program.home, program.running[turn_id], moved.backend) == (to, to, to)
 
     def unsend(self, program, turn_id, waited):
         self.fleet.unsent(program, turn_id, waited, self.desk.now, self.sizes[turn_id])

@@ -9,6 +9,7 @@ from tests.coordinator.fake_engine import FakeEngine, chunked, hang, reset, whol
 from tests.coordinator.front import Client, ask, post, running_front
 from tests.coordinator.program_engine import coordinator, launch, until_up
 from vllm_thunder.coordinator.config import CoordinatorConfig
+from vllm_thunder.program.report import EngineReport, ProgramReport
 
 UNKNOWN = whole(b'{"error": {"message": "no such response"}}', b"404 Not Found")
 STORED = whole(b'{"id":  "resp_1"}', headers=b"content-type: application/json\r\nx-own: 1\r\n")
@@ -200,3 +201,109 @@ async def test_the_coordinator_asks_every_engine(engines):
                 answer = await ask(port, request)
                 assert answer.status == 200
                 assert json.loads(answer.body) == {"id": "resp_1"}
+
+
+# -- calls that go on from a stored response -------------------------------------------
+
+RESPONSES = "/v1/responses"
+
+
+def knows(stored, answer=STORED):
+    """An engine that serves what goes on from nothing, and from its own responses."""
+
+    async def serve(request, wire):
+        previous = json.loads(request.body).get("previous_response_id")
+        await (answer if previous in (None, stored) else UNKNOWN)(request, wire)
+
+    return serve
+
+
+def told(front, named, at):
+    """The engine tells what it has of the program."""
+    backend = list(front.engines)[at]
+    programs = [ProgramReport("p", 160, 10, True)] if named else []
+    report = EngineReport("1", False, True, backend.report, programs, [])
+    front.dispatcher.reported(backend, report)
+
+
+def call(named, previous="resp_1", **fields):
+    return post({"model": "m", "previous_response_id": previous, **named, **fields}, RESPONSES)
+
+
+NAMED = pytest.mark.parametrize("named", [{"program_id": "p"}, {}], ids=["program", "none"])
+
+
+@NAMED
+@pytest.mark.parametrize("at", [0, 1, 2])
+async def test_a_call_goes_on_where_its_response_is(named, at):
+    async with running_front() as front:
+        engines = await started(front, *(knows("resp_1" if n == at else "x") for n in range(3)))
+        for _ in range(3):
+            answer = await front.ask(call(named))
+            assert (answer.status, answer.body) == (200, b'{"id":  "resp_1"}')
+            told(front, named, at)
+        assert len(engines[at].requests) == 3
+        assert all(len(engine.requests) <= (1 if named else 3) for engine in engines[:at])
+        assert {(done.attempts, done.backend_id) for done in front.done} == {(1, f"e{at}")}
+        if named:  # its later turns were sent there at once
+            assert front.fleet.get("p").home is list(front.engines)[at]
+
+
+@NAMED
+async def test_what_no_engine_has_is_the_engines_own_404_and_nothing_moves(named):
+    async with running_front() as front:
+        engines = await started(front, knows("x"), knows("y"))
+        assert (await front.ask(call(named, None))).status == 200
+        home = front.fleet.get("p").home if named else None
+        told(front, named, list(front.engines).index(home) if named else 0)
+        answer = await front.ask(call(named))
+        assert (answer.status, answer.json()["error"]["message"]) == (404, "no such response")
+        assert sum(len(engine.requests) for engine in engines) == 3
+        if named:
+            assert front.fleet.get("p").home is home
+            assert front.fleet.counts.moves == 0
+
+
+@NAMED
+async def test_a_404_of_any_other_call_is_passed_on_at_once(named):
+    async with running_front() as front:
+        engines = await started(front, UNKNOWN, UNKNOWN)
+        for request in (call(named, None), post({"previous_response_id": "x", **named})):
+            before = sum(len(engine.requests) for engine in engines)
+            assert (await front.ask(request)).status == 404
+            assert sum(len(engine.requests) for engine in engines) == before + 1
+
+
+@NAMED
+async def test_a_stream_goes_on_where_its_response_is(named):
+    async with running_front(keepalive_seconds=0.02) as front:
+
+        async def slow(request, wire):
+            await asyncio.sleep(0.1)  # a comment has gone out by then
+            await chunked(b"data: 1\n\n")(request, wire)
+
+        await started(front, knows("x"), knows("resp_1", slow))
+        answer = await front.ask(call(named, stream=True))
+        assert answer.status == 200
+        assert answer.body.endswith(b"\n\ndata: 1\n\n")
+        assert b"error" not in answer.body
+
+
+@NAMED
+async def test_an_engine_that_is_lost_does_not_keep_a_call_from_its_response(named):
+    async with running_front() as front:
+        engines = await started(front, knows("x"), reset, knows("resp_1"))
+        engines[1].alive = False
+        assert (await front.ask(call(named))).status == 200
+        assert len(engines[2].requests) == 1
+
+
+async def test_a_client_that_leaves_while_its_response_is_looked_for_leaves_nothing():
+    async with running_front() as front:
+        engines = await started(front, knows("x"), hang)
+        client = await Client.to(front.port)
+        client.send(call({"program_id": "p"}))
+        await front.until(lambda: engines[1].requests)
+        client.leave()
+        await front.until(lambda: front.done)
+        assert front.done[0].outcome == "client_gone"

@@ -60,6 +60,13 @@ class Dispatcher:
         self.fleet.unsent(program, turn_id, dispatch.waited, self._clock(), body_bytes)
         return await self._wait(program, turn_id)
 
+    def redirected(self, dispatch: Dispatch, backend: Backend) -> Dispatch:
+        """The turn turned out to belong to this engine, which has it now."""
+        moved = self.fleet.redirected(dispatch, backend, self._clock())
+        self._tell_left(moved)
+        self.changed()
+        return moved
+
     def ended(self, dispatch: Dispatch, *, refused: bool = False, cancelled: bool = False) -> None:
         """A turn that was placed ended, in whatever way; ``refused`` and ``cancelled`` as of
         :meth:`~vllm_thunder.coordinator.fleet.fleet.Fleet.ended`."""
@@ -126,6 +133,10 @@ class Dispatcher:
                 self.on_forgotten(program.program_id, home)
         self.changed()
 
+    def _tell_left(self, dispatch: Dispatch) -> None:
+        if dispatch.left is not None and dispatch.left.health is not Health.DOWN:
+            self.on_forgotten(dispatch.program.program_id, dispatch.left)
+
     def _decide(self) -> None:
         self._soon = False
         now = self._clock()
@@ -133,8 +144,7 @@ class Dispatcher:
         placed = self.fleet.reconcile(now)
         self.decision_seconds = time.perf_counter() - began
         for dispatch in placed:
-            if dispatch.left is not None and dispatch.left.health is not Health.DOWN:
-                self.on_forgotten(dispatch.program.program_id, dispatch.left)
+            self._tell_left(dispatch)
             future = self._waiting[dispatch.turn_id]
             if not future.done():  # else its client leaves, and it ends when that task runs
                 future.set_result(dispatch)

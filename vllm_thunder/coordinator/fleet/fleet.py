@@ -137,6 +137,12 @@ class Fleet:
         self._no_longer_runs(program, turn_id)
         self._hold(program, turn_id, now - waited, now, body_bytes)
 
+    def redirected(self, dispatch: Dispatch, backend: Backend, now: float) -> Dispatch:
+        """A turn that was sent is at this engine instead, which has what the turn goes on from."""
+        program, turn_id, waited = dispatch.program, dispatch.turn_id, dispatch.waited
+        self._no_longer_runs(program, turn_id)
+        return self._send(program, turn_id, backend, now, waited, "has what it goes on from")
+
     def release(self, program_id: str) -> Tracked | None:
         """Forget a program whose turns have all ended; returns it, None if it is not tracked."""
         program = self._programs.get(program_id)
@@ -391,7 +397,7 @@ class Fleet:
                 program.moves += 1
                 self.counts.moves += 1
             self._settle(program, backend)
-        credit = self._credit(backend, waited)
+        credit = backend.credit(waited, self.config)
         if not program.claimed and program not in backend.placed:
             self.counts.placements += 1
             shared = program.near_tokens if program.near is backend else 0.0
@@ -400,15 +406,6 @@ class Fleet:
             backend.placed_blocks += blocks
             self.rooms.update(backend)
         return Dispatch(program, turn_id, backend, waited, reason, credit, left)
-
-    def _credit(self, backend: Backend, waited: float) -> float:
-        """As Dynamo's Python router: a boost for what was held, else a demotion where memory is
-        short."""
-        if waited:
-            return self.config.resume_priority_boost
-        if backend.claimed_share >= self.config.soft_demote_threshold:
-            return self.config.soft_demote_priority_jump
-        return 0.0
 
     def _no_longer_runs(self, program: Tracked, turn_id: str) -> None:
         backend = program.running.pop(turn_id)

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelCall"]
 
+#: The endpoint whose calls may go on from a stored response.
+_RESPONSES = "/v1/responses"
+
 #: How often a call may be lost by engines that are up before it is the call that is at fault.
 _MOST_LOSSES = 3
 
@@ -87,7 +90,8 @@ class ModelCall:
         self._at: Backend | None = None
         self._answer_tokens: AnswerTokens | None = None
         self._dispatch: Dispatch | None = None
-        #: Where a call without a program is, and which engines lost it.
+        #: The engine that has the call without being a program's home; which engines lost it, or
+        #: do not have what it goes on from.
         self._counted: Backend | None = None
         self._failed: list[Backend] = []
         self._losses = 0
@@ -178,9 +182,16 @@ class ModelCall:
                 if await self._at_fault(backend, lost):
                     return
                 backend = await self._placed_again(backend)
-            else:
+                continue
+            other = self._may_be_stored_at(backend)
+            if other is None:
+                self._settle_at(backend)
                 await self._answer(backend, chunk)
                 return
+            self._upstream.drop()
+            self._note_ended()
+            self._exchange.attempts -= 1  # that one has answered
+            backend = self._count_at(other)
         raise Unavailable("no engine can be used now; try again later")
 
     async def _placed(self) -> Backend | None:
@@ -201,6 +212,9 @@ class ModelCall:
             self._failed.append(backend)
             other = self._proxy.fleet.least_busy(self._failed)
             return self._count_at(other or (backend if backend.usable else None))
+        if self._counted is not None:
+            self._failed.append(backend)
+            self._count_at(None)
         # If it is cancelled there, the turn has ended there.
         dispatch, self._dispatch = self._dispatch, None
         self._dispatch = await self._proxy.dispatcher.place_again(dispatch, self._body_bytes())
@@ -234,6 +248,28 @@ class ModelCall:
         if self._reply.holding and not is_stream(connection):
             chunk = await _rest(connection, chunk)  # to be an event, it has to be whole
         return chunk
+
+    def _may_be_stored_at(self, backend: Backend) -> Backend | None:
+        """Which engine to ask next when this one does not have the response that the call goes on
+        from; None: its answer stands."""
+        connection, fields = self._upstream.connection, self._fields
+        assert connection is not None
+        if connection.status != 404 or self._path != _RESPONSES or fields is None:
+            return None
+        if fields.previous_response_id is None:
+            return None
+        self._failed.append(backend)
+        return self._proxy.fleet.least_busy(self._failed)
+
+    def _settle_at(self, backend: Backend) -> None:
+        """The turn of a program that was answered where it was not placed has moved there."""
+        dispatch, connection = self._dispatch, self._upstream.connection
+        assert connection is not None
+        if dispatch is None or dispatch.backend is backend or connection.status == 404:
+            return
+        if backend.usable:
+            self._count_at(None)
+            self._dispatch = self._proxy.dispatcher.redirected(dispatch, backend)
 
     async def _at_fault(self, backend: Backend, lost: EngineLost) -> bool:
         """Whether the call itself seems to be why an engine was lost; then it is refused."""
