@@ -34,10 +34,10 @@ class Desk:
         report = EngineReport("c", reset, complete, self.memory[name], list(programs), list(gone))
         self.fleet.reported(self.fleet.backends[name], report, self.now)
 
-    def send(self, program, blocks, cached=None, **turn):
+    def send(self, program, blocks, cached=None, body_bytes=0, **turn):
         self.sent += 1
         turn = Turn(program, f"t{self.sent}", **turn)
-        return self.fleet.arrived(turn, blocks * BLOCK, cached or {}, self.now)
+        return self.fleet.arrived(turn, blocks * BLOCK, cached or {}, self.now, body_bytes)
 
     def decide(self):
         """Where which programs went, in order."""

@@ -23,6 +23,7 @@ from vllm_thunder.coordinator.prompts.prompts import Prompt, Prompts
 from vllm_thunder.coordinator.proxy.exchange import Exchange
 from vllm_thunder.coordinator.proxy.pool import ConnectionPool
 from vllm_thunder.coordinator.proxy.proxy import Proxy
+from vllm_thunder.coordinator.proxy.stored import STORED_PREFIX
 from vllm_thunder.program.config import ThunderConfig
 from vllm_thunder.program.endpoints import MODEL_CALLS
 from vllm_thunder.program.report import EngineReport, MemoryReport
@@ -161,6 +162,8 @@ class Front:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["method"] == "POST" and scope["path"] in MODEL_CALLS:
             await self.proxy.model_call(scope, receive, send)
+        elif scope["path"].startswith(STORED_PREFIX):
+            await self.proxy.stored_call(scope, receive, send)
         else:
             await self.proxy.pass_on(scope, receive, send, next(iter(self.engines)))
 
@@ -195,7 +198,8 @@ async def running_front(**settings: Any):
     """A front whose books are empty when it ends, and with it every task that it started."""
     tasks = asyncio.all_tasks()
     loop = asyncio.get_running_loop()
-    fleet_settings = {k: settings.pop(k) for k in ("max_wait", "max_held_turns") if k in settings}
+    limits = ("max_wait", "max_held_turns", "max_held_bytes")
+    fleet_settings = {name: settings.pop(name) for name in limits if name in settings}
     fleet = Fleet(CoordinatorConfig(**fleet_settings))
     front = Front(
         fleet, Dispatcher(fleet, loop.time), ConnectionPool(tls=settings.pop("tls", None))

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.coordinator.fake_engine import chunked, whole
+from tests.coordinator.fake_engine import chunked, hang, whole
 from tests.coordinator.front import CHAT, Client, ask, post
 from tests.coordinator.program_engine import (
     ProgramEngine,
@@ -122,6 +122,40 @@ async def test_a_tool_is_told_to_the_engine(engines):
         assert (await ask(port, post(body, "/programs/tool"))).json()["known"] is False
         await ask(port, turn("p"))
         assert (await ask(port, post(body, "/programs/tool"))).json()["known"] is True
+
+
+@pytest.mark.parametrize("path", ["/programs/tool", "/programs/release"])
+@pytest.mark.parametrize("how", ["silent", "an error"])
+async def test_an_engine_that_cannot_be_told_is_a_502_that_names_it(engines, path, how):
+    home = engines[0]
+    async with coordinator(launch([home])) as (port, control):
+        await until_up(control, 1)
+        await ask(port, turn("p"))
+        home.tell(ProgramReport("p", 160, 10, True))
+        await until(lambda: control.fleet.get("p").claimed)
+        routed, home.answer = home.answer, hang if how == "silent" else whole(b"{}", b"500 No")
+        answer = await ask(port, post({"program_id": "p", "tool_name": "pytest"}, path))
+        assert answer.status == 502
+        assert home.url in answer.json()["error"]["message"]
+        home.answer = routed
+        if path == "/programs/release":  # it has ended here, and there as soon as it can be told
+            assert control.fleet.get("p") is None
+            await until(lambda: home.released == ["p"])
+            await until(lambda: "p" not in home.programs)
+
+
+async def test_a_release_of_an_unknown_program_is_a_502_while_an_engine_does_not_answer(engines):
+    first, second = engines
+    async with coordinator(launch(engines)) as (port, control):
+        await until_up(control, 2)
+        routed, second.answer = second.answer, hang
+        answer = await ask(port, post({"program_id": "p"}, "/programs/release"))
+        assert answer.status == 502
+        assert second.url in answer.json()["error"]["message"]
+        first.programs["q"] = ProgramReport("q", 160, 10, True)  # not told of yet
+        answer = await ask(port, post({"program_id": "q"}, "/programs/release"))
+        assert answer.json() == {"program_id": "q", "released": True}
+        second.answer = routed
 
 
 async def test_a_request_that_the_engine_refuses_leaves_no_program(engines):
@@ -268,6 +302,9 @@ async def test_too_many_turns_and_too_large_bodies_are_refused(engines):
         for n, client in enumerate(clients):
             client.send(turn(f"p{n}"))
         await until(lambda: control.fleet.queue.held_turns == 2)
+        held = sum(len(turn(f"p{n}").split(b"\r\n\r\n")[1]) for n in range(2))
+        assert (await page(port, "/status"))["held_bytes"] == held
+        assert b"coordinator:held_bytes %.1f" % held in (await ask(port, get("/metrics"))).body
         refused = await ask(port, turn("p2"))
         assert refused.status == 429
         assert "2 turns wait" in refused.json()["error"]["message"]

@@ -7,7 +7,8 @@ import pytest
 from vllm_thunder.coordinator.config import CoordinatorConfig
 from vllm_thunder.coordinator.dispatcher import Dispatcher
 from vllm_thunder.coordinator.fleet.backend import Backend
-from vllm_thunder.coordinator.fleet.fleet import Fleet, Unavailable
+from vllm_thunder.coordinator.fleet.dispatch import Unavailable
+from vllm_thunder.coordinator.fleet.fleet import Fleet
 from vllm_thunder.program.report import EngineReport, MemoryReport
 from vllm_thunder.program.turn import Turn
 

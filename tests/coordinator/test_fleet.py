@@ -3,7 +3,7 @@
 import pytest
 
 from tests.coordinator.desk import BLOCK, Desk
-from vllm_thunder.coordinator.fleet.fleet import Overloaded
+from vllm_thunder.coordinator.fleet.dispatch import Overloaded
 from vllm_thunder.program.errors import IntegrityError
 from vllm_thunder.program.report import ProgramReport
 
@@ -160,4 +160,50 @@ def test_limits_refuse_and_change_nothing():
     with pytest.raises(Overloaded, match="2 programs"):
         desk.send("c", 5)
     assert len(desk.fleet) == 2
+    desk.fleet.check_integrity()
+
+
+def test_bodies_that_wait_have_a_limit_together_and_a_refusal_changes_nothing():
+    desk = Desk([0], max_held_bytes=100)
+    desk.send("a", 5, body_bytes=60)
+    desk.send("b", 5, body_bytes=40)
+    for name in ("a", "new"):
+        with pytest.raises(Overloaded, match=r"100 bytes wait already.* 1 .*100, the limit"):
+            desk.send(name, 5, body_bytes=1)
+    assert {p.program_id: len(p.waiting) for p in desk.fleet} == {"a": 1, "b": 1}
+    desk.fleet.ended(desk.fleet.get("a"), "t1", desk.now, cancelled=True)
+    desk.send("c", 5, body_bytes=60)
+    assert desk.fleet.queue.held_bytes == 100
+    desk.fleet.check_integrity()
+
+
+def test_a_body_above_the_limit_waits_alone():
+    desk = Desk([0], max_held_bytes=100)
+    desk.send("a", 5, body_bytes=1000)
+    with pytest.raises(Overloaded):
+        desk.send("b", 5, body_bytes=1)
+
+
+@pytest.mark.parametrize("limit", [{"max_held_bytes": 100}, {"max_held_turns": 1}])
+def test_a_full_queue_keeps_nobody_out_who_need_not_wait(limit):
+    desk = Desk([0], **limit)
+    desk.told("e0", "here", 10, 10, claimed=True)
+    desk.send("waits", 50, body_bytes=100)
+    assert desk.send("here", 10, body_bytes=100).backend.backend_id == "e0"
+    desk.fleet.frozen = True
+    with pytest.raises(Overloaded):
+        desk.send("here", 10, body_bytes=100)
+
+
+def test_what_an_engine_did_not_take_waits_whatever_the_limits_say():
+    desk = Desk([100], max_held_bytes=100, max_held_turns=1)
+    for name in ("a", "b"):
+        desk.send(name, 10, body_bytes=80)
+        desk.decide()
+    assert desk.fleet.queue.held_bytes == 0
+    backend = desk.fleet.backends["e0"]
+    desk.fleet.went_down(backend, desk.now)
+    for program, turn_id in list(backend.running):
+        desk.fleet.unsent(program, turn_id, 0.0, desk.now, 80)
+    assert (desk.fleet.queue.held_turns, desk.fleet.queue.held_bytes) == (2, 160)
     desk.fleet.check_integrity()

@@ -1,6 +1,7 @@
 """Everything that can happen to a fleet, in any order, and how long a decision takes."""
 
 import time
+from dataclasses import replace
 
 import hypothesis.strategies as st
 from hypothesis import settings
@@ -8,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.coordinator.desk import Desk
 from vllm_thunder.coordinator.fleet.backend import Health
-from vllm_thunder.coordinator.fleet.fleet import Overloaded
+from vllm_thunder.coordinator.fleet.dispatch import Dispatch, Overloaded
 from vllm_thunder.program.report import ProgramReport
 
 
@@ -19,16 +20,35 @@ class FleetMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.desk = Desk([50] * self.ENGINES, max_wait=20.0, max_programs=6, max_held_turns=12)
+        limits = {"max_programs": 6, "max_held_turns": 12, "max_held_bytes": 60}
+        self.desk = Desk([50] * self.ENGINES, max_wait=20.0, **limits)
         self.fleet = self.desk.fleet
+        #: Turns that were at an engine and are not any more, and those that no decision has seen.
+        self.left_engines = 0
+        self.undecided = set()
+        #: Of the bodies of all turns that have arrived.
+        self.sizes = {}
 
-    @rule(p=st.integers(0, 7), blocks=st.integers(1, 80), group=st.sampled_from([None, "g"]))
-    def arrive(self, p, blocks, group):
-        before = self.fleet.queue.held_turns, len(self.fleet)
+    @rule(
+        p=st.integers(0, 7),
+        blocks=st.integers(1, 80),
+        group=st.sampled_from([None, "g"]),
+        final=st.booleans(),
+        size=st.integers(0, 20),
+    )
+    def arrive(self, p, blocks, group, final, size):
+        queue = self.fleet.queue
+        before = queue.held_turns, queue.held_bytes, len(self.fleet), replace(self.fleet.counts)
+        turn = {"group": group, "final": final, "body_bytes": size}
         try:
-            self.desk.send(f"p{p}", blocks, group=group)
+            if self.desk.send(f"p{p}", blocks, **turn) is None:
+                self.undecided.add(f"t{self.desk.sent}")
+                assert queue.held_turns <= 12
+                assert queue.held_bytes <= 60
+            self.sizes[f"t{self.desk.sent}"] = size
         except Overloaded:
-            assert (self.fleet.queue.held_turns, len(self.fleet)) == before
+            after = queue.held_turns, queue.held_bytes, len(self.fleet), self.fleet.counts
+            assert after == before
 
     @rule(seconds=st.floats(0.0, 20.0))
     def reconcile(self, seconds):
@@ -38,6 +58,7 @@ class FleetMachine(RuleBasedStateMachine):
             assert dispatch.backend in usable
             assert dispatch.program.running[dispatch.turn_id] is dispatch.backend
             assert not self.fleet.frozen
+        self.undecided.clear()
         assert self.fleet.deadline > self.desk.now
         if usable and not self.fleet.frozen:
             for program in self.fleet:
@@ -56,15 +77,21 @@ class FleetMachine(RuleBasedStateMachine):
             if known or len(self.fleet) < 6:
                 self.desk.told(f"e{e}", f"p{p}", 80, resident, claimed=resident > 40)
 
-    @rule(data=st.data(), taken=st.booleans(), refused=st.booleans())
-    def end_or_fail(self, data, taken, refused):
+    @rule(
+        data=st.data(),
+        taken=st.booleans(),
+        how=st.sampled_from([{}, {"refused": True}, {"cancelled": True}]),
+    )
+    def end_or_fail(self, data, taken, how):
         going = [(p, t) for p in self.fleet for t in [*p.running, *p.waiting]]
         if going:
             program, turn_id = data.draw(st.sampled_from(going))
+            self.left_engines += turn_id in program.running
+            self.undecided.discard(turn_id)
             if taken or turn_id in program.waiting:
-                self.fleet.ended(program, turn_id, self.desk.now, refused=refused)
+                self.fleet.ended(program, turn_id, self.desk.now, **how)
             else:
-                self.fleet.unsent(program, turn_id, 0.0, self.desk.now)
+                self.unsend(program, turn_id, 0.0)
 
     @rule(e=st.integers(0, ENGINES - 1), sent=st.booleans())
     def die(self, e, sent):
@@ -72,11 +99,27 @@ class FleetMachine(RuleBasedStateMachine):
         self.fleet.went_down(backend, self.desk.now)
         self.fleet.check_integrity()
         for program, turn_id in list(backend.running):
+            self.left_engines += 1
             if sent:
-                self.fleet.unsent(program, turn_id, 1.0, self.desk.now)
+                self.unsend(program, turn_id, 1.0)
             else:
                 self.fleet.ended(program, turn_id, self.desk.now)
         assert not backend.running
+
+    @rule(data=st.data(), e=st.integers(0, ENGINES - 1))
+    def go_elsewhere(self, data, e):
+        to = self.fleet.backends[f"e{e}"]
+        going = [(p, t, b) for p in self.fleet for t, b in p.running.items() if b is not to]
+        if going and to.usable:
+            program, turn_id, at = data.draw(st.sampled_from(going))
+            dispatch = Dispatch(program, turn_id, at, 0.0, "", 0.0, None)
+            moved = self.fleet.redirected(dispatch, to, self.desk.now)
+            self.left_engines += 1
+            assert (program.home, program.running[turn_id], moved.backend) == (to, to, to)
+
+    def unsend(self, program, turn_id, waited):
+        self.fleet.unsent(program, turn_id, waited, self.desk.now, self.sizes[turn_id])
+        self.undecided.add(turn_id)
 
     @rule(e=st.integers(0, ENGINES - 1), kept=st.sets(st.integers(0, 7)), more=st.booleans())
     def tell_from_the_beginning(self, e, kept, more):
@@ -121,9 +164,37 @@ class FleetMachine(RuleBasedStateMachine):
         if program is not None and not program.in_flight:
             self.fleet.release(f"p{p}")
 
+    @rule(seconds=st.floats(1700.0, 1900.0))
+    def nothing_happens_for_long(self, seconds):
+        if not any(p.waiting for p in self.fleet):
+            self.desk.now += seconds
+            self.fleet.reconcile(self.desk.now)
+
     @invariant()
     def the_books_agree(self):
         self.fleet.check_integrity()
+
+    @invariant()
+    def bodies_are_counted_while_they_wait(self):
+        waiting = (turn_id for p in self.fleet for turn_id in p.waiting)
+        assert self.fleet.queue.held_bytes == sum(self.sizes[turn_id] for turn_id in waiting)
+
+    @invariant()
+    def programs_are_conserved(self):
+        counts = self.fleet.counts
+        gone = counts.programs_ended + counts.programs_expired + counts.programs_evicted
+        assert counts.programs_created == gone + len(self.fleet)
+
+    @invariant()
+    def turns_are_conserved(self):
+        counts = self.fleet.counts
+        held = {turn_id for p in self.fleet for turn_id in p.waiting} - self.undecided
+        went_on = counts.turns_resumed + counts.turns_cancelled_held + counts.turns_given_up
+        assert counts.turns_paused == went_on + len(held)
+        running = sum(len(p.running) for p in self.fleet)
+        assert counts.turns_admitted == self.left_engines + running
+        assert counts.turns_cancelled_held <= counts.turns_cancelled
+        assert counts.turns_resumed <= counts.turns_admitted
 
 
 TestFleet = FleetMachine.TestCase

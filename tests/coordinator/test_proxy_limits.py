@@ -2,10 +2,11 @@
 
 import asyncio
 import gzip
+import json
 
 import pytest
 
-from tests.coordinator.fake_engine import FakeEngine, hang
+from tests.coordinator.fake_engine import FakeEngine, hang, reset
 from tests.coordinator.front import CHAT, Client, post, running_front
 
 LABELLED = {"model": "m", "program_id": "p"}
@@ -105,6 +106,57 @@ async def test_a_full_queue_is_a_429_with_a_reason(path):
         assert len(front.fleet) == 1
         front.report(backend, 1000)
         assert (await held).status == 200
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_bodies_that_wait_and_are_too_large_together_are_a_429_with_a_reason(path):
+    async with running_front(max_held_bytes=3000) as front:
+        backend = await front.add(FakeEngine())
+        front.report(backend, 0)
+        large = {**LABELLED, "messages": ["x" * 2000]}
+        held = asyncio.create_task(front.ask(post(large)))
+        await front.until(lambda: front.fleet.queue.held_turns == 1)
+        assert front.fleet.queue.held_bytes == len(json.dumps(large))
+        answer = await front.ask(post({**large, "program_id": "q"}, path))
+        assert answer.status == 429
+        assert answer.values(b"retry-after") == [b"1"]
+        message, kind = error_of(answer, path)
+        assert "3000, the limit" in message
+        assert kind in ("TooManyRequestsError", None)
+        assert len(front.fleet) == 1
+        small = asyncio.create_task(front.ask(post({**LABELLED, "program_id": "r"})))
+        await front.until(lambda: front.fleet.queue.held_turns == 2)
+        front.report(backend, 1000)
+        assert ((await held).status, (await small).status) == (200, 200)
+        assert front.fleet.queue.held_bytes == 0
+
+
+async def test_a_packed_body_counts_as_it_came_and_unpacked():
+    async with running_front() as front:
+        backend = await front.add(FakeEngine())
+        front.report(backend, 0)
+        text = json.dumps({**LABELLED, "messages": ["x" * 10_000]}).encode()
+        packed = gzip.compress(text)
+        headers = b"content-type: application/json\r\ncontent-encoding: gzip\r\n"
+        held = asyncio.create_task(front.ask(post(packed, headers=headers)))
+        await front.until(lambda: front.fleet.queue.held_turns == 1)
+        assert front.fleet.queue.held_bytes == len(text) + len(packed)
+        front.report(backend, 1000)
+        assert (await held).status == 200
+
+
+async def test_what_is_sent_again_counts_while_it_waits_again():
+    async with running_front() as front:
+        engine = FakeEngine(reset)
+        backend = await front.add(engine)
+        asked = asyncio.create_task(front.ask(post(LABELLED)))
+        await front.until(lambda: engine.requests)
+        await engine.kill()
+        await front.until(lambda: front.fleet.queue.held_turns == 1)
+        assert not backend.usable
+        assert front.fleet.queue.held_bytes == len(json.dumps(LABELLED))
+        await front.add(FakeEngine())
+        assert (await asked).status == 200
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from vllm_thunder.asgi import ANY_TEXT
-from vllm_thunder.coordinator.control import Control, UnknownEngine
+from vllm_thunder.coordinator.control import Control, EngineFailed, UnknownEngine
 from vllm_thunder.coordinator.describe import (
     describe_engine,
     describe_program,
@@ -89,6 +89,7 @@ def build_admin(control: Control) -> FastAPI:
             StarletteHTTPException: _http_error,
             UnknownEngine: _unknown_engine,
             EngineError: _engine_error,
+            EngineFailed: _engine_failed,
         },
         docs_url=None,
         redoc_url=None,
@@ -105,7 +106,7 @@ def _add_programs(app: FastAPI, control: Control) -> None:
 
     @app.post(
         "/programs/release",
-        responses=_answers(400, 401, 422),
+        responses=_answers(400, 401, 422, 502),
         openapi_extra=_body("program_id"),
         summary="A program ends: at once, or when its turns in flight have ended.",
     )
@@ -115,7 +116,7 @@ def _add_programs(app: FastAPI, control: Control) -> None:
 
     @app.post(
         "/programs/tool",
-        responses=_answers(400, 401, 422),
+        responses=_answers(400, 401, 422, 502),
         openapi_extra=_body("program_id", "tool_name"),
         summary="A program has begun to run a tool after its turn.",
     )
@@ -268,6 +269,7 @@ def _add_pages(app: FastAPI, control: Control) -> None:
                 "metrics_enabled": True,
                 "metrics_interval": control.config.interval,
                 "backends": backends,
+                "counters": fleet.counts,
             }
         )
 
@@ -337,6 +339,10 @@ async def _unknown_engine(request: Request, error: Exception) -> Response:
 
 async def _engine_error(request: Request, error: Exception) -> Response:
     return _refused(409, str(error))
+
+
+async def _engine_failed(request: Request, error: Exception) -> Response:
+    return _refused(502, str(error))
 
 
 def _refused(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:

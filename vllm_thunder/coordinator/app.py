@@ -12,6 +12,7 @@ from vllm_thunder.coordinator.broadcast import BROADCAST_PATHS, SINGLE_ENGINE_PA
 from vllm_thunder.coordinator.fleet.fleet import Fleet
 from vllm_thunder.coordinator.proxy.answers import refusal
 from vllm_thunder.coordinator.proxy.proxy import Proxy
+from vllm_thunder.coordinator.proxy.stored import STORED_PREFIX
 from vllm_thunder.program.endpoints import MODEL_CALLS
 
 __all__ = ["Coordinator"]
@@ -52,6 +53,8 @@ class Coordinator:
             await self._admin(scope, receive, send)
         elif method == "POST" and path in BROADCAST_PATHS:
             await self._broadcast(scope, receive, send)
+        elif path.startswith(STORED_PREFIX):
+            await self._proxy.stored_call(scope, receive, send)
         elif path in SINGLE_ENGINE_PATHS:
             problem = "This has to say something else to each engine: ask the engines themselves."
             await _refuse(send, path, 400, problem)

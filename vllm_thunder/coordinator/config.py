@@ -44,6 +44,12 @@ class CoordinatorConfig:
     max_held_turns: int = setting(
         10_000, "turns that may wait at once; a further one is refused (429)", low=1
     )
+    max_held_bytes: int = setting(
+        4 * 1024**3,
+        "bytes of the bodies of all turns that wait; a further turn that has to wait is refused "
+        "(429), unless no other does",
+        low=1,
+    )
     max_body_bytes: int = setting(
         64 * 1024 * 1024, "bytes of a request body; a larger one is refused (413)", low=1
     )

@@ -14,7 +14,7 @@ from vllm_thunder.coordinator.fleet.backend import Backend, Health
 from vllm_thunder.coordinator.metrics import Metrics
 from vllm_thunder.program.errors import ThunderError
 
-__all__ = ["Control", "UnknownEngine"]
+__all__ = ["Control", "EngineFailed", "UnknownEngine"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,10 @@ _STOP_SECONDS = 3.0
 
 class UnknownEngine(ThunderError):
     """No engine has this id or address (HTTP 404)."""
+
+
+class EngineFailed(ThunderError):
+    """An engine that was to be told something did not answer as it should (HTTP 502)."""
 
 
 class Control:
@@ -52,7 +56,11 @@ class Control:
 
     async def release(self, program_id: str) -> dict[str, Any]:
         """End a program, here and at the engine that has it: at once, or when its turns in flight
-        have ended."""
+        have ended.
+
+        Raises EngineFailed when no engine says that it had the program, and one did not answer.
+        Here the program has ended all the same, and that engine is told again.
+        """
         program = self.fleet.get(program_id)
         if program is not None and program.in_flight:
             program.ends = True  # the last of its turns takes it along
@@ -66,10 +74,15 @@ class Control:
         answers = await asyncio.gather(
             *(self._release_at(backend, program_id) for backend in asked.values())
         )
-        return {"program_id": program_id, "released": program is not None or any(answers)}
+        problems = [str(answer) for answer in answers if isinstance(answer, EngineError)]
+        if problems and True not in answers:
+            told = "; ".join(problems)
+            raise EngineFailed(f"The program may not have ended yet at its engine: {told}")
+        return {"program_id": program_id, "released": program is not None or True in answers}
 
     async def tool(self, program_id: str, tool_name: str) -> bool:
-        """A program has begun to run a tool; whether the engine that has it knows it."""
+        """A program has begun to run a tool; whether the engine that has it knows it. Raises
+        EngineFailed."""
         program = self.fleet.get(program_id)
         home = None if program is None else program.home
         if home is None or home.health is not Health.UP:
@@ -77,7 +90,10 @@ class Control:
         if home.stock:
             self._stock.tool_began(home, program_id, tool_name)
             return True
-        answer = await self.engines.client(home.url).tool(program_id, tool_name)
+        try:
+            answer = await self.engines.client(home.url).tool(program_id, tool_name)
+        except EngineError as error:
+            raise EngineFailed(f"The engine was not told: {error}") from error
         return bool(answer["known"])
 
     async def add(self, url: str) -> list[Backend]:
@@ -121,17 +137,18 @@ class Control:
 
     # -- inside ------------------------------------------------------------------------
 
-    async def _release_at(self, backend: Backend, program_id: str) -> bool:
+    async def _release_at(self, backend: Backend, program_id: str) -> bool | EngineError:
+        """Whether the engine had it, or why that is not known yet."""
         if backend.stock:
             self._stock.released(backend, program_id)
             return False  # it was asked for nothing
         try:
             answer = await self.engines.client(backend.url).release(program_id)
         except EngineError as error:
-            # The client is told that the program is gone: so it has to go there, too.
+            # Nobody is tracking the program any more: so it has to go there, too.
             logger.warning("A program was not released at once: %s", error)
             self._spawn(self._insist(backend, program_id))
-            return False
+            return error
         return bool(answer["released"])
 
     def _forget_there(self, program_id: str, backend: Backend) -> None:

@@ -22,6 +22,7 @@ def status(fleet: Fleet, engines: Engines, now: float) -> dict[str, Any]:
         "programs": len(fleet),
         **counts,
         "held_turns": fleet.queue.held_turns,
+        "held_bytes": fleet.queue.held_bytes,
         "longest_wait_seconds": fleet.queue.longest_wait(now),
         "memory_imbalance": fleet_imbalance(fleet),
         "engines": [describe_engine(backend) for backend in fleet.backends.values()],

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from vllm_thunder.coordinator.fleet.backend import Backend, Health
-from vllm_thunder.coordinator.fleet.fleet import Dispatch, Fleet, Unavailable
+from vllm_thunder.coordinator.fleet.dispatch import Dispatch, Unavailable
+from vllm_thunder.coordinator.fleet.fleet import Fleet
 from vllm_thunder.coordinator.fleet.tracked import Tracked
 from vllm_thunder.coordinator.prompts.prompts import Prompts
 from vllm_thunder.program.report import EngineReport
@@ -34,7 +35,11 @@ class Dispatcher:
         self.decision_seconds = 0.0
 
     async def place(
-        self, turn: Turn, prompt_tokens: float, cached: Mapping[str, float] = MappingProxyType({})
+        self,
+        turn: Turn,
+        prompt_tokens: float,
+        cached: Mapping[str, float] = MappingProxyType({}),
+        body_bytes: int = 0,
     ) -> Dispatch:
         """Where to send a turn; returns when it may go there. Arguments as of
         :meth:`~vllm_thunder.coordinator.fleet.fleet.Fleet.arrived`.
@@ -42,22 +47,30 @@ class Dispatcher:
         Cancelled, the turn is gone, and so it is when this raises: Overloaded at once, Unavailable
         when it has waited for ``max_wait`` and no engine can be used.
         """
-        dispatch = self.fleet.arrived(turn, prompt_tokens, cached, self._clock())
+        dispatch = self.fleet.arrived(turn, prompt_tokens, cached, self._clock(), body_bytes)
         if dispatch is not None:
             return dispatch
         program = self.fleet.get(turn.program_id)
         assert program is not None
         return await self._wait(program, turn.turn_id)
 
-    async def place_again(self, dispatch: Dispatch) -> Dispatch:
+    async def place_again(self, dispatch: Dispatch, body_bytes: int = 0) -> Dispatch:
         """The engine did not take the turn: where to send it now. Raises Unavailable."""
-        self.fleet.unsent(dispatch.program, dispatch.turn_id, dispatch.waited, self._clock())
-        return await self._wait(dispatch.program, dispatch.turn_id)
+        program, turn_id = dispatch.program, dispatch.turn_id
+        self.fleet.unsent(program, turn_id, dispatch.waited, self._clock(), body_bytes)
+        return await self._wait(program, turn_id)
 
-    def ended(self, dispatch: Dispatch, *, refused: bool = False) -> None:
-        """A turn that was placed ended, in whatever way; ``refused`` as of
+    def redirected(self, dispatch: Dispatch, backend: Backend) -> Dispatch:
+        """The turn turned out to belong to this engine, which has it now."""
+        moved = self.fleet.redirected(dispatch, backend, self._clock())
+        self._tell_left(moved)
+        self.changed()
+        return moved
+
+    def ended(self, dispatch: Dispatch, *, refused: bool = False, cancelled: bool = False) -> None:
+        """A turn that was placed ended, in whatever way; ``refused`` and ``cancelled`` as of
         :meth:`~vllm_thunder.coordinator.fleet.fleet.Fleet.ended`."""
-        self._ended(dispatch.program, dispatch.turn_id, refused=refused)
+        self._ended(dispatch.program, dispatch.turn_id, refused=refused, cancelled=cancelled)
 
     def reported(self, backend: Backend, report: EngineReport) -> None:
         """An engine told what has changed there."""
@@ -101,21 +114,28 @@ class Dispatcher:
         self.changed()
         try:
             return await future
-        except (asyncio.CancelledError, Unavailable):
+        except (asyncio.CancelledError, Unavailable) as error:
             # It may have been placed in the same instant: it ends all the same.
-            self._ended(program, turn_id)
+            self._ended(program, turn_id, cancelled=isinstance(error, asyncio.CancelledError))
             raise
         finally:
             del self._waiting[turn_id]
 
-    def _ended(self, program: Tracked, turn_id: str, *, refused: bool = False) -> None:
-        self.fleet.ended(program, turn_id, self._clock(), refused=refused)
+    def _ended(
+        self, program: Tracked, turn_id: str, *, refused: bool = False, cancelled: bool
+    ) -> None:
+        now = self._clock()
+        self.fleet.ended(program, turn_id, now, refused=refused, cancelled=cancelled)
         if program.ends and not program.in_flight and self.fleet.get(program.program_id) is program:
             home = program.home
             self.fleet.release(program.program_id)
             if home is not None:
                 self.on_forgotten(program.program_id, home)
         self.changed()
+
+    def _tell_left(self, dispatch: Dispatch) -> None:
+        if dispatch.left is not None and dispatch.left.health is not Health.DOWN:
+            self.on_forgotten(dispatch.program.program_id, dispatch.left)
 
     def _decide(self) -> None:
         self._soon = False
@@ -124,8 +144,7 @@ class Dispatcher:
         placed = self.fleet.reconcile(now)
         self.decision_seconds = time.perf_counter() - began
         for dispatch in placed:
-            if dispatch.left is not None and dispatch.left.health is not Health.DOWN:
-                self.on_forgotten(dispatch.program.program_id, dispatch.left)
+            self._tell_left(dispatch)
             future = self._waiting[dispatch.turn_id]
             if not future.done():  # else its client leaves, and it ends when that task runs
                 future.set_result(dispatch)

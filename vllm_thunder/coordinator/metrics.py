@@ -17,6 +17,7 @@ from vllm_thunder.coordinator.describe import (
 from vllm_thunder.coordinator.dispatcher import Dispatcher
 from vllm_thunder.coordinator.engines.engines import Engines
 from vllm_thunder.coordinator.fleet.backend import Backend, Health
+from vllm_thunder.coordinator.fleet.counts import meaning_of
 from vllm_thunder.coordinator.proxy.exchange import Exchange
 
 __all__ = ["PREFIX", "Metrics"]
@@ -103,6 +104,7 @@ class Metrics:
             programs.add_metric([phase], count)
         yield programs
         yield _gauge("held_turns", "Turns that wait here.", fleet.queue.held_turns)
+        yield _gauge("held_bytes", "Bytes of the bodies of these.", fleet.queue.held_bytes)
         yield _gauge(
             "longest_wait_seconds",
             "How long the turn has waited that waits the longest.",
@@ -118,22 +120,8 @@ class Metrics:
             "Time that the last decision took.",
             self._dispatcher.decision_seconds,
         )
-        for name, help, value in (
-            (
-                "placements",
-                "Times that a program without a claim was sent to an engine.",
-                fleet.placements,
-            ),
-            ("moves", "Of these, times that it was another engine than before.", fleet.moves),
-            ("forced", "Turns that were sent because they were due, room or not.", fleet.forced),
-            (
-                "programs_created",
-                "Programs that sent a first turn, or that an engine told of.",
-                fleet.created,
-            ),
-            ("programs_evicted", "Programs that were forgotten to track a new one.", fleet.evicted),
-        ):
-            yield CounterMetricFamily(PREFIX + name, help, value=value)
+        for name, meaning in meaning_of.items():
+            yield CounterMetricFamily(PREFIX + name, meaning, value=getattr(fleet.counts, name))
         yield from _per_engine(list(fleet.backends.values()))
 
 

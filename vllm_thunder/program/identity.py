@@ -144,6 +144,7 @@ class RoutingFields(msgspec.Struct):
     best_of: Any = None
     use_beam_search: Any = None
     sampling_params: Any = None
+    previous_response_id: Any = None
     #: Kept as JSON text: a prompt can hold a hundred thousand token ids.
     prompt: msgspec.Raw = msgspec.Raw()
     prompt_embeds: msgspec.Raw = msgspec.Raw()

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from vllm_thunder.coordinator.config import CoordinatorConfig
 from vllm_thunder.coordinator.fleet.tracked import Tracked
 from vllm_thunder.program.cost import ContextBlocks
 from vllm_thunder.program.report import MemoryReport
@@ -79,6 +80,16 @@ class Backend:
     def tokens(self, blocks: int) -> float:
         """Tokens of a context that has so many blocks here."""
         return 0.0 if self.blocks_of is None else self.blocks_of.tokens_in(blocks)
+
+    def credit(self, waited: float, config: CoordinatorConfig) -> float:
+        """Seconds by which a turn that was held for ``waited`` is to count as having waited longer;
+        as Dynamo's Python router: a boost for what was held, else a demotion where memory is
+        short."""
+        if waited:
+            return config.resume_priority_boost
+        if self.claimed_share >= config.soft_demote_threshold:
+            return config.soft_demote_priority_jump
+        return 0.0
 
     def reported(self, report: MemoryReport) -> None:
         """What it says of its memory now."""

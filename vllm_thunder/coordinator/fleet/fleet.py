@@ -5,45 +5,22 @@ It knows no clock and no sockets. Who calls it sends what it says, and tells it 
 
 from collections.abc import Container, Iterator, Mapping
 from math import inf
-from typing import NamedTuple
 
 from vllm_thunder.coordinator.config import CoordinatorConfig
 from vllm_thunder.coordinator.fleet import audit
 from vllm_thunder.coordinator.fleet.backend import Backend, Health
+from vllm_thunder.coordinator.fleet.counts import Counts
+from vllm_thunder.coordinator.fleet.dispatch import Dispatch, Overloaded
 from vllm_thunder.coordinator.fleet.placement import Rooms, choose, plan
 from vllm_thunder.coordinator.fleet.queue import WaitingQueue
 from vllm_thunder.coordinator.fleet.tracked import Tracked
 from vllm_thunder.program.cost import Ewma
-from vllm_thunder.program.errors import IntegrityError, ThunderError
+from vllm_thunder.program.errors import IntegrityError
 from vllm_thunder.program.ranked import Ranked
 from vllm_thunder.program.report import EngineReport, ProgramReport
 from vllm_thunder.program.turn import Turn
 
-__all__ = ["Dispatch", "Fleet", "Overloaded", "Unavailable"]
-
-
-class Overloaded(ThunderError):
-    """A limit on tracked programs or held turns is reached (HTTP 429)."""
-
-
-class Unavailable(ThunderError):
-    """No engine could be used for as long as a turn may wait (HTTP 503)."""
-
-
-class Dispatch(NamedTuple):
-    """Send the turn to the backend now; ``waited`` seconds it has been held.
-
-    ``credit``: seconds by which the engine is to count it as having waited longer. ``left``: the
-    engine that it moved away from and that may forget it.
-    """
-
-    program: Tracked
-    turn_id: str
-    backend: Backend
-    waited: float
-    reason: str
-    credit: float
-    left: Backend | None
+__all__ = ["Fleet"]
 
 
 class Fleet:
@@ -53,7 +30,7 @@ class Fleet:
         self.config = config
         self.backends: dict[str, Backend] = {}
         self.rooms = Rooms()
-        self.queue = WaitingQueue(config.max_wait)
+        self.queue = WaitingQueue(config)
         #: While true every turn waits: weights are being updated.
         self.frozen = False
         self._programs: dict[str, Tracked] = {}
@@ -64,11 +41,7 @@ class Fleet:
         self.growth = Ewma(prior=0.0, weight=0.2)
         #: When :meth:`reconcile` has to be called although nothing happens; inf: never.
         self.deadline = inf
-        self.moves = 0
-        self.placements = 0
-        self.created = 0
-        self.evicted = 0
-        self.forced = 0
+        self.counts = Counts()
 
     def __len__(self) -> int:
         return len(self._programs)
@@ -82,19 +55,23 @@ class Fleet:
     # -- turns -------------------------------------------------------------------------
 
     def arrived(
-        self, turn: Turn, prompt_tokens: float, cached: Mapping[str, float], now: float
+        self,
+        turn: Turn,
+        prompt_tokens: float,
+        cached: Mapping[str, float],
+        now: float,
+        body_bytes: int = 0,
     ) -> Dispatch | None:
         """A turn arrived; None: it waits until :meth:`reconcile` places it.
 
         ``prompt_tokens`` may be an estimate. ``cached``: by backend id, how many of them are likely
-        to be in its prefix cache, of other programs. Raises Overloaded, and then nothing has
-        changed.
+        to be in its prefix cache, of other programs. ``body_bytes``: what its request takes here
+        while it waits. Raises Overloaded, and then nothing has changed.
         """
         program = self._programs.get(turn.program_id)
-        if self.queue.held_turns >= self.config.max_held_turns:
-            raise Overloaded(
-                f"{self.queue.held_turns} turns wait already, the limit; try again later"
-            )
+        at_once = None if self.frozen or program is None else program.goes_on_at()
+        if at_once is None:
+            self.queue.check_room(body_bytes)
         if program is None:
             program = self._track(turn.program_id)
         if program in self._idle:
@@ -102,6 +79,10 @@ class Fleet:
             if program.profile.turns:
                 program.profile.tool_ended(now - program.idle_since)
         self._orphans.discard(program)
+        if turn.final:
+            program.last_turn = turn.turn_id
+        elif not program.in_flight:
+            program.last_turn = None  # it has come back
         if not program.waiting:
             program.group = turn.group or program.group
             program.priority = turn.priority
@@ -110,37 +91,57 @@ class Fleet:
         program.prompt_tokens = max(prompt_tokens, program.context_tokens)
         if program.home is None and not program.waiting:
             self._find_near(program, cached)
-        home = program.home
-        goes_on = home is not None and home.usable and (program.claimed or program.running)
-        if goes_on and not self.frozen:
-            assert home is not None
-            return self._send(program, turn.turn_id, home, now, 0.0, "has a claim there")
-        self._hold(program, turn.turn_id, now)
+        if at_once is not None:
+            return self._send(program, turn.turn_id, at_once, now, 0.0, "has a claim there")
+        self._hold(program, turn.turn_id, now, now, body_bytes)
         return None
 
-    def ended(self, program: Tracked, turn_id: str, now: float, *, refused: bool = False) -> None:
-        """A turn that was sent ended, in whatever way, or its client went away.
+    def ended(
+        self,
+        program: Tracked,
+        turn_id: str,
+        now: float,
+        *,
+        refused: bool = False,
+        cancelled: bool = False,
+    ) -> None:
+        """A turn that was sent ended, in whatever way, or one that waits is not to be sent.
 
         ``refused``: the engine answered that the request is wrong: of a program that it has never
-        told of nothing remains.
+        told of nothing remains. ``cancelled``: its client went away.
         """
-        if turn_id in program.waiting:
-            self.queue.unhold(program, turn_id, now)
+        held = turn_id in program.waiting
+        if held:
+            self.counts.turns_paused += not self.queue.unhold(program, turn_id, now)
         else:
             self._no_longer_runs(program, turn_id)
+        self.counts.turns_cancelled += cancelled
+        self.counts.turns_cancelled_held += held and cancelled
+        self.counts.turns_given_up += held and not cancelled
+        if (held or refused) and program.last_turn == turn_id:
+            program.last_turn = None  # no engine knows that it was to be the last
         if program.in_flight:
             return
         program.idle_since = now
         if refused and not program.told:
+            self.counts.programs_ended += 1
             self._forget(program)
         else:
             self._rests(program, now)
 
-    def unsent(self, program: Tracked, turn_id: str, waited: float, now: float) -> None:
-        """The engine did not take the turn, no byte of an answer came: it waits again, as one that
-        had waited ``waited`` seconds."""
+    def unsent(
+        self, program: Tracked, turn_id: str, waited: float, now: float, body_bytes: int = 0
+    ) -> None:
+        """The engine did not take the turn, no byte of an answer came: it waits again, whatever
+        the limits say, as one that had waited ``waited`` seconds."""
         self._no_longer_runs(program, turn_id)
-        self._hold(program, turn_id, now, waited)
+        self._hold(program, turn_id, now - waited, now, body_bytes)
+
+    def redirected(self, dispatch: Dispatch, backend: Backend, now: float) -> Dispatch:
+        """A turn that was sent is at this engine instead, which has what the turn goes on from."""
+        program, turn_id, waited = dispatch.program, dispatch.turn_id, dispatch.waited
+        self._no_longer_runs(program, turn_id)
+        return self._send(program, turn_id, backend, now, waited, "has what it goes on from")
 
     def release(self, program_id: str) -> Tracked | None:
         """Forget a program whose turns have all ended; returns it, None if it is not tracked."""
@@ -149,6 +150,7 @@ class Fleet:
             return None
         if program.in_flight:
             raise IntegrityError(f"{program!r} has turns in flight and cannot be released")
+        self.counts.programs_ended += 1
         self._forget(program)
         return program
 
@@ -219,16 +221,21 @@ class Fleet:
         """Which turns go where now; sets ``deadline``. Those that are due go first, wherever they
         can; then all that fit without keeping anybody before them out."""
         for program in list(self._orphans.until(now)):
+            self.counts.programs_expired += 1
             self._forget(program)
         sent: list[Dispatch] = []
         self.deadline = self._orphans.next_rank(now, inf)
-        if self.frozen:
-            return sent
+        if not self.frozen:
+            self._place(now, sent)
+        self.counts.turns_paused += self.queue.decided()
+        return sent
+
+    def _place(self, now: float, sent: list[Dispatch]) -> None:
         for program in self.queue.due(now):
             backend, reason = choose(program, self._need(program), self.rooms, now, due=True)
             if backend is not None:
                 due = self._dispatch(program, backend, reason, now)
-                self.forced += len(due)
+                self.counts.forced += len(due)
                 sent += due
         waiting = ((program, self._need(program)) for program in self.queue.in_order())
         for program, backend, reason in plan(waiting, self.rooms, now):
@@ -237,7 +244,6 @@ class Fleet:
         if len(self.queue):
             # Events bring us here sooner; what changes without one must not be missed.
             self.deadline = min(self.deadline, now + self.config.interval)
-        return sent
 
     def given_up(self, now: float) -> list[Tracked]:
         """Programs that have waited for ``max_wait`` and more while no engine can be used."""
@@ -282,14 +288,18 @@ class Fleet:
                     f"{len(self._programs)} programs have turns in flight, the limit of what is "
                     "tracked; try again later"
                 )
-            self.evicted += 1
+            self.counts.programs_evicted += 1
             self._forget(oldest)
-        self.created += 1
+        self.counts.programs_created += 1
         program = self._programs[program_id] = Tracked(program_id)
         return program
 
     def _rests(self, program: Tracked, now: float) -> None:
         """It has no turn in flight."""
+        if program.home is None and program.last_turn is not None:
+            self.counts.programs_ended += 1
+            self._forget(program)
+            return
         self._idle[program] = None
         if program.home is None:
             self._orphans.put(program, now + self.config.retention)
@@ -326,8 +336,10 @@ class Fleet:
         """Its home does not know it any more: it was released, or its retention ended."""
         if program.in_flight:
             self._leave(program)
-        else:
-            self._forget(program)
+            return
+        self.counts.programs_ended += program.last_turn is not None
+        self.counts.programs_expired += program.last_turn is None
+        self._forget(program)
 
     # -- inside: places ----------------------------------------------------------------
 
@@ -339,8 +351,8 @@ class Fleet:
             if backend is not None and backend.usable and tokens > program.near_tokens:
                 program.near, program.near_tokens = backend, tokens
 
-    def _hold(self, program: Tracked, turn_id: str, now: float, waited: float = 0.0) -> None:
-        if self.queue.hold(program, turn_id, now - waited):
+    def _hold(self, program: Tracked, turn_id: str, since: float, now: float, size: int) -> None:
+        if self.queue.hold(program, turn_id, since, size):
             self.queue.settle(program, now + self._stay_seconds(program), now)
 
     def _stay_seconds(self, program: Tracked) -> float:
@@ -363,7 +375,7 @@ class Fleet:
         waited = now - program.waiting_since
         turns = list(program.waiting)
         for turn_id in turns:
-            self.queue.unhold(program, turn_id, now)
+            self.counts.turns_resumed += self.queue.unhold(program, turn_id, now)
         return [self._send(program, turn_id, backend, now, waited, reason) for turn_id in turns]
 
     def _send(
@@ -375,6 +387,7 @@ class Fleet:
         waited: float,
         reason: str,
     ) -> Dispatch:
+        self.counts.turns_admitted += 1
         program.running[turn_id] = backend
         backend.running[program, turn_id] = None
         left = None
@@ -382,26 +395,17 @@ class Fleet:
             left = program.home
             if left is not None:
                 program.moves += 1
-                self.moves += 1
+                self.counts.moves += 1
             self._settle(program, backend)
-        credit = self._credit(backend, waited)
+        credit = backend.credit(waited, self.config)
         if not program.claimed and program not in backend.placed:
-            self.placements += 1
+            self.counts.placements += 1
             shared = program.near_tokens if program.near is backend else 0.0
             blocks = backend.blocks(program.prompt_tokens - shared + self.growth.value)
             backend.placed[program] = blocks
             backend.placed_blocks += blocks
             self.rooms.update(backend)
         return Dispatch(program, turn_id, backend, waited, reason, credit, left)
-
-    def _credit(self, backend: Backend, waited: float) -> float:
-        """As Dynamo's Python router: a boost for what was held, else a demotion where memory is
-        short."""
-        if waited:
-            return self.config.resume_priority_boost
-        if backend.claimed_share >= self.config.soft_demote_threshold:
-            return self.config.soft_demote_priority_jump
-        return 0.0
 
     def _no_longer_runs(self, program: Tracked, turn_id: str) -> None:
         backend = program.running.pop(turn_id)

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from itertools import chain
 from math import inf
 
+from vllm_thunder.coordinator.config import CoordinatorConfig
+from vllm_thunder.coordinator.fleet.dispatch import Overloaded
 from vllm_thunder.coordinator.fleet.tracked import Tracked
 from vllm_thunder.program.ranked import Ranked
 
@@ -16,53 +18,68 @@ _DUE_SHARE = 0.5
 class WaitingQueue:
     """By priority, then by arrival; beside that, by the time at which each is due.
 
-    ``max_wait``: seconds; a turn is due when it has waited half of it, or half of its own deadline.
+    ``config.max_wait``: seconds; a turn is due when it has waited half of it, or half of its own
+    deadline.
     """
 
-    def __init__(self, max_wait: float):
-        self._max_wait = max_wait
+    def __init__(self, config: CoordinatorConfig):
+        self._config = config
         self._order: Ranked[Tracked] = Ranked()
         self._due: Ranked[Tracked] = Ranked()
         #: Those that wait for one engine rather than for any, by the time until when.
         self._settled: Ranked[Tracked] = Ranked()
         self._groups: dict[str, dict[Tracked, None]] = {}
         self.held_turns = 0
+        self.held_bytes = 0
+        #: Turns that no decision has seen yet: they may be placed without having been held.
+        self._undecided: set[str] = set()
 
     def __len__(self) -> int:
         """Programs that wait."""
         return len(self._order)
 
-    def hold(self, program: Tracked, turn_id: str, since: float) -> bool:
+    def check_room(self, body_bytes: int) -> None:
+        """Raise Overloaded if a turn with such a body may not wait beside those that do."""
+        if self.held_turns >= self._config.max_held_turns:
+            raise Overloaded(f"{self.held_turns} turns wait already, the limit; try again later")
+        limit = self._config.max_held_bytes
+        if self.held_turns and self.held_bytes + body_bytes > limit:
+            raise Overloaded(
+                f"turns with bodies of {self.held_bytes} bytes wait already, and with these "
+                f"{body_bytes} it would be more than {limit}, the limit; try again later"
+            )
+
+    def hold(self, program: Tracked, turn_id: str, since: float, body_bytes: int) -> bool:
         """A turn waits; True when it is the program's first."""
-        program.waiting[turn_id] = None
+        program.waiting[turn_id] = body_bytes
         self.held_turns += 1
+        self.held_bytes += body_bytes
+        self._undecided.add(turn_id)
         if program.waiting_since is not None:
             return False
         program.waiting_since = since
         self._order.put(program, (program.priority, since))
-        limit = min(self._max_wait, program.deadline_seconds or inf)
+        limit = min(self._config.max_wait, program.deadline_seconds or inf)
         self._due.put(program, since + _DUE_SHARE * limit)
         if program.group is not None:
             self._groups.setdefault(program.group, {})[program] = None
         return True
 
-    def unhold(self, program: Tracked, turn_id: str, now: float) -> None:
-        """A turn waits no more."""
-        del program.waiting[turn_id]
+    def decided(self) -> int:
+        """A decision has left waiting whatever waits; of how many turns it was the first."""
+        count = len(self._undecided)
+        self._undecided.clear()
+        return count
+
+    def unhold(self, program: Tracked, turn_id: str, now: float) -> bool:
+        """A turn waits no more; whether a decision had left it waiting."""
+        self.held_bytes -= program.waiting.pop(turn_id)
         self.held_turns -= 1
-        if program.waiting:
-            return
-        assert program.waiting_since is not None
-        program.longest_wait = max(program.longest_wait, now - program.waiting_since)
-        program.waiting_since = None
-        self._order.discard(program)
-        self._due.discard(program)
-        self._settled.discard(program)
-        if program.group is not None:
-            members = self._groups[program.group]
-            del members[program]
-            if not members:
-                del self._groups[program.group]
+        was_held = turn_id not in self._undecided
+        self._undecided.discard(turn_id)
+        if not program.waiting:
+            self._no_longer_waits(program, now)
+        return was_held
 
     def settle(self, program: Tracked, until: float, now: float) -> None:
         """A program that waits does so for one engine until then."""
@@ -111,9 +128,26 @@ class WaitingQueue:
             p for p in waiting if p.group is not None
         }:
             found.append("the groups are not those of the programs that wait in groups")
+        if not self._undecided <= {turn for program in waiting for turn in program.waiting}:
+            found.append(f"{self._undecided} await a decision and do not wait")
         if self.held_turns != sum(len(p.waiting) for p in programs):
             found.append(f"{self.held_turns} held turns counted")
+        if self.held_bytes != sum(sum(p.waiting.values()) for p in programs):
+            found.append(f"{self.held_bytes} bytes of held turns counted")
         for program in programs:
             if (program.waiting_since is None) == bool(program.waiting):
                 found.append(f"{program!r} has no start of its wait, or one too many")
         return found
+
+    def _no_longer_waits(self, program: Tracked, now: float) -> None:
+        assert program.waiting_since is not None
+        program.longest_wait = max(program.longest_wait, now - program.waiting_since)
+        program.waiting_since = None
+        self._order.discard(program)
+        self._due.discard(program)
+        self._settled.discard(program)
+        if program.group is not None:
+            members = self._groups[program.group]
+            del members[program]
+            if not members:
+                del self._groups[program.group]

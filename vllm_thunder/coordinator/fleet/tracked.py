@@ -45,13 +45,15 @@ class Tracked:
     #: What its last prompt's body was made of, until an engine has said how many tokens that is.
     prompt_size: BodySize | None = None
 
-    #: Turns that wait here, oldest first.
-    waiting: dict[str, None] = field(default_factory=dict)
+    #: Turns that wait here, oldest first, and the bytes of their bodies.
+    waiting: dict[str, int] = field(default_factory=dict)
     waiting_since: float | None = None
     #: Turns in flight by the engine that they were sent to.
     running: dict[str, Backend] = field(default_factory=dict)
     #: It was released while turns were in flight: the last one takes it along.
     ends: bool = False
+    #: The turn that it said is its last; an engine that has had it forgets the program after it.
+    last_turn: str | None = None
     #: Its place may not change before this time although another engine would fit better.
     settled_until: float = 0.0
     #: When its last turn ended.
@@ -64,6 +66,12 @@ class Tracked:
     def in_flight(self) -> bool:
         """Whether a turn has arrived and has not ended."""
         return bool(self.waiting or self.running)
+
+    def goes_on_at(self) -> Backend | None:
+        """The engine where its next turn need not wait for room; None: it has to."""
+        home = self.home
+        has_place = home is not None and home.usable and (self.claimed or self.running)
+        return home if has_place else None
 
     def kept_at(self) -> tuple[Backend | None, float]:
         """The engine that need not compute all of its prompt, and the tokens that it has."""

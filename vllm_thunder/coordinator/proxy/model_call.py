@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from vllm_thunder.asgi import has_json_body, identity_headers, new_turn_id, path_of
 from vllm_thunder.coordinator.fleet.backend import Backend
-from vllm_thunder.coordinator.fleet.fleet import Dispatch, Overloaded, Unavailable
+from vllm_thunder.coordinator.fleet.dispatch import Dispatch, Overloaded, Unavailable
 from vllm_thunder.coordinator.prompts.prompts import Prompt
 from vllm_thunder.coordinator.prompts.usage import AnswerTokens
 from vllm_thunder.coordinator.proxy.answers import STREAM_PATHS, event_of_answer
@@ -19,7 +19,8 @@ from vllm_thunder.coordinator.proxy.connection import Connection, EngineLost
 from vllm_thunder.coordinator.proxy.exchange import Exchange, Outcome
 from vllm_thunder.coordinator.proxy.heads import RequestHead, value_of
 from vllm_thunder.coordinator.proxy.reply import Departure, Reply, is_stream
-from vllm_thunder.coordinator.proxy.upstream import Upstream
+from vllm_thunder.coordinator.proxy.request_body import BodyTooLarge, body_within
+from vllm_thunder.coordinator.proxy.upstream import PERHAPS_DOWN, Upstream
 from vllm_thunder.program.body import acceptable_body
 from vllm_thunder.program.endpoints import WAITED_HEADER
 from vllm_thunder.program.errors import IdentityError
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelCall"]
 
-#: Answers that an engine which is going down may give to anything.
-_PERHAPS_DOWN = frozenset({500, 502, 503, 504})
+#: The endpoint whose calls may go on from a stored response.
+_RESPONSES = "/v1/responses"
 
 #: How often a call may be lost by engines that are up before it is the call that is at fault.
 _MOST_LOSSES = 3
@@ -89,7 +90,8 @@ class ModelCall:
         self._at: Backend | None = None
         self._answer_tokens: AnswerTokens | None = None
         self._dispatch: Dispatch | None = None
-        #: Where a call without a program is, and which engines lost it.
+        #: The engine that has the call without being a program's home; which engines lost it, or
+        #: do not have what it goes on from.
         self._counted: Backend | None = None
         self._failed: list[Backend] = []
         self._losses = 0
@@ -125,7 +127,12 @@ class ModelCall:
 
     async def _read(self, receive: Receive) -> bool:
         """Read the request and whose it is; False when that was the end of it."""
-        body = await self._read_body(receive)
+        limit = self._proxy.max_body_bytes
+        try:
+            body = await body_within(limit, self._scope, receive)
+        except BodyTooLarge as error:
+            await self._reply.refuse(413, str(error))
+            return False
         if body is None:
             return False
         headers = self._scope["headers"]
@@ -134,9 +141,9 @@ class ModelCall:
         if has_json_body(self._scope):
             coding = value_of(headers, b"content-encoding").lower()
             if coding in (b"gzip", b"x-gzip"):
-                text = _gunzipped(body, self._proxy.max_body_bytes)
-                if len(text) > self._proxy.max_body_bytes:
-                    await self._refuse_size()
+                text = _gunzipped(body, limit)
+                if len(text) > limit:
+                    await self._reply.refuse(413, str(BodyTooLarge(limit)))
                     return False
                 self._text = text
             self._fields = decode_routing_fields(self._text)
@@ -149,31 +156,6 @@ class ModelCall:
             return False
         self._head = RequestHead(self._scope, self._proxy.engine_key)
         return True
-
-    async def _read_body(self, receive: Receive) -> bytes | None:
-        limit = self._proxy.max_body_bytes
-        declared = value_of(self._scope["headers"], b"content-length")
-        if declared.isdigit() and int(declared) > limit:
-            await self._refuse_size()
-            return None
-        chunks: list[bytes] = []
-        size = 0
-        while True:
-            message = await receive()
-            if message["type"] != "http.request":
-                return None
-            chunk = message.get("body", b"")
-            chunks.append(chunk)
-            size += len(chunk)
-            if size > limit:
-                await self._refuse_size()
-                return None
-            if not message.get("more_body", False):
-                return chunks[0] if len(chunks) == 1 else b"".join(chunks)
-
-    async def _refuse_size(self) -> None:
-        limit = self._proxy.max_body_bytes
-        await self._reply.refuse(413, f"the request body has more than {limit} bytes, the limit")
 
     # -- engines -----------------------------------------------------------------------
 
@@ -200,9 +182,16 @@ class ModelCall:
                 if await self._at_fault(backend, lost):
                     return
                 backend = await self._placed_again(backend)
-            else:
+                continue
+            other = self._may_be_stored_at(backend)
+            if other is None:
+                self._settle_at(backend)
                 await self._answer(backend, chunk)
                 return
+            self._upstream.drop()
+            self._note_ended()
+            self._exchange.attempts -= 1  # that one has answered
+            backend = self._count_at(other)
         raise Unavailable("no engine can be used now; try again later")
 
     async def _placed(self) -> Backend | None:
@@ -213,7 +202,9 @@ class ModelCall:
         self._call_id = turn.turn_id
         exchange.program_id, exchange.turn_id = turn.program_id, turn.turn_id
         prompt = self._prompt = self._proxy.calls.look(turn, self._text)
-        self._dispatch = await self._proxy.dispatcher.place(turn, prompt.tokens, prompt.cached)
+        self._dispatch = await self._proxy.dispatcher.place(
+            turn, prompt.tokens, prompt.cached, self._body_bytes()
+        )
         return self._dispatch.backend
 
     async def _placed_again(self, backend: Backend) -> Backend | None:
@@ -221,10 +212,17 @@ class ModelCall:
             self._failed.append(backend)
             other = self._proxy.fleet.least_busy(self._failed)
             return self._count_at(other or (backend if backend.usable else None))
+        if self._counted is not None:
+            self._failed.append(backend)
+            self._count_at(None)
         # If it is cancelled there, the turn has ended there.
         dispatch, self._dispatch = self._dispatch, None
-        self._dispatch = await self._proxy.dispatcher.place_again(dispatch)
+        self._dispatch = await self._proxy.dispatcher.place_again(dispatch, self._body_bytes())
         return self._dispatch.backend
+
+    def _body_bytes(self) -> int:
+        """What the body takes in memory until an engine answers."""
+        return len(self._body) + (0 if self._text is self._body else len(self._text))
 
     async def _asked(self, backend: Backend) -> bytes:
         """The first of what the engine answers, b"" for nothing; EngineLost if the call has to go
@@ -241,7 +239,7 @@ class ModelCall:
         await self._upstream.ask(backend, self._head, self._body_for(backend), waited)
         connection = self._upstream.connection
         assert connection is not None
-        if connection.status in _PERHAPS_DOWN and not await self._proxy.on_failure(backend):
+        if connection.status in PERHAPS_DOWN and not await self._proxy.on_failure(backend):
             raise EngineLost(f"it answered {connection.status} and is down")
         chunk = await connection.chunk()
         exchange.first_byte_seconds = monotonic() - sent
@@ -250,6 +248,28 @@ class ModelCall:
         if self._reply.holding and not is_stream(connection):
             chunk = await _rest(connection, chunk)  # to be an event, it has to be whole
         return chunk
+
+    def _may_be_stored_at(self, backend: Backend) -> Backend | None:
+        """Which engine to ask next when this one does not have the response that the call goes on
+        from; None: its answer stands."""
+        connection, fields = self._upstream.connection, self._fields
+        assert connection is not None
+        if connection.status != 404 or self._path != _RESPONSES or fields is None:
+            return None
+        if fields.previous_response_id is None:
+            return None
+        self._failed.append(backend)
+        return self._proxy.fleet.least_busy(self._failed)
+
+    def _settle_at(self, backend: Backend) -> None:
+        """The turn of a program that was answered where it was not placed has moved there."""
+        dispatch, connection = self._dispatch, self._upstream.connection
+        assert connection is not None
+        if dispatch is None or dispatch.backend is backend or connection.status == 404:
+            return
+        if backend.usable:
+            self._count_at(None)
+            self._dispatch = self._proxy.dispatcher.redirected(dispatch, backend)
 
     async def _at_fault(self, backend: Backend, lost: EngineLost) -> bool:
         """Whether the call itself seems to be why an engine was lost; then it is refused."""
@@ -328,7 +348,8 @@ class ModelCall:
         self._note_ended()
         self._count_at(None)
         if self._dispatch is not None:
-            self._proxy.dispatcher.ended(self._dispatch, refused=self._refused)
+            gone = self._exchange.outcome is Outcome.CLIENT_GONE
+            self._proxy.dispatcher.ended(self._dispatch, refused=self._refused, cancelled=gone)
             self._dispatch = None
 
 

@@ -17,6 +17,8 @@ from vllm_thunder.coordinator.proxy.heads import RequestHead, value_of
 from vllm_thunder.coordinator.proxy.model_call import ModelCall
 from vllm_thunder.coordinator.proxy.pool import ConnectionPool
 from vllm_thunder.coordinator.proxy.reply import Departure, Reply
+from vllm_thunder.coordinator.proxy.request_body import BodyTooLarge
+from vllm_thunder.coordinator.proxy.stored import StoredCall
 from vllm_thunder.coordinator.proxy.upstream import Ongoing, Upstream
 
 __all__ = ["Proxy"]
@@ -70,6 +72,11 @@ class Proxy:
         close the connection.
         """
         await ModelCall(self, scope, send).run(receive)
+
+    async def stored_call(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request below :data:`~vllm_thunder.coordinator.proxy.stored.STORED_PREFIX` by
+        the server that knows the response; 502 when none that answers does and not all answer."""
+        await StoredCall(self, scope, send).run(receive)
 
     async def pass_on(self, scope: Scope, receive: Receive, send: Send, backend: Backend) -> None:
         """Serve any other request by one engine, its body passed on as it comes."""
@@ -156,8 +163,7 @@ class _Passage:
             self._exchange.outcome = Outcome.ENGINE_LOST
 
     async def _refuse_size(self) -> None:
-        limit = self._proxy.max_body_bytes
-        await self._reply.refuse(413, f"the request body has more than {limit} bytes, the limit")
+        await self._reply.refuse(413, str(BodyTooLarge(self._proxy.max_body_bytes)))
 
     async def _upload(self, message: Message, connection: Connection) -> None:
         if self._sent_whole or self._too_large:

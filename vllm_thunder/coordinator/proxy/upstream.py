@@ -7,7 +7,10 @@ from vllm_thunder.coordinator.proxy.connection import Connection, EngineLost
 from vllm_thunder.coordinator.proxy.heads import RequestHead
 from vllm_thunder.coordinator.proxy.pool import ConnectionPool, Origin, origin_of
 
-__all__ = ["Ongoing", "Upstream"]
+__all__ = ["PERHAPS_DOWN", "Ongoing", "Upstream"]
+
+#: Answers that an engine which is going down may give to anything.
+PERHAPS_DOWN = frozenset({500, 502, 503, 504})
 
 
 class Ongoing:

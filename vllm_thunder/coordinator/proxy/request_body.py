@@ -1,0 +1,36 @@
+"""The whole body of a request that may have to be sent more than once."""
+
+from starlette.types import Receive, Scope
+
+from vllm_thunder.coordinator.proxy.heads import value_of
+from vllm_thunder.program.errors import ThunderError
+
+__all__ = ["BodyTooLarge", "body_within"]
+
+
+class BodyTooLarge(ThunderError):
+    """A request body is larger than what is read of one (HTTP 413)."""
+
+    def __init__(self, limit: int):
+        super().__init__(f"the request body has more than {limit} bytes, the limit")
+
+
+async def body_within(limit: int, scope: Scope, receive: Receive) -> bytes | None:
+    """The body, of at most ``limit`` bytes; None when the client left before its end. Raises
+    BodyTooLarge, unread where its length is declared."""
+    declared = value_of(scope["headers"], b"content-length")
+    if declared.isdigit() and int(declared) > limit:
+        raise BodyTooLarge(limit)
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        chunk = message.get("body", b"")
+        chunks.append(chunk)
+        size += len(chunk)
+        if size > limit:
+            raise BodyTooLarge(limit)
+        if not message.get("more_body", False):
+            return chunks[0] if len(chunks) == 1 else b"".join(chunks)
