@@ -64,6 +64,13 @@ def add_parser(subparsers: "_SubParsersAction[Any]") -> None:
         help="what engines are shown, in place of the clients' keys and for the coordinator's own "
         f"questions; also ${_ENGINE_KEY_VARIABLE}; else the first --api-key",
     )
+    parser.add_argument(
+        "--replicas",
+        metavar="URL,URL,...",
+        help="all coordinators that share the programs, this one included; the same on each. "
+        "A program's requests go to the one that it belongs to",
+    )
+    parser.add_argument("--replica", metavar="URL", help="which of --replicas this one is")
     parser.add_argument("--ssl-keyfile", type=Path, help="serve HTTPS with this key")
     parser.add_argument("--ssl-certfile", type=Path, help="and this certificate")
     parser.add_argument("--root-path", default="", help="path that a proxy in front takes away")
@@ -143,6 +150,7 @@ def launch_of(args: argparse.Namespace) -> "Launch":
     EngineError for an address that is none."""
     from vllm_thunder.coordinator.config_file import read_config
     from vllm_thunder.coordinator.engines.engines import engine_url
+    from vllm_thunder.coordinator.replicas.replicas import replica_urls
     from vllm_thunder.coordinator.server import Launch
 
     given = {
@@ -157,6 +165,7 @@ def launch_of(args: argparse.Namespace) -> "Launch":
     urls = [engine_url(text) for text in args.engines.split(",") if text.strip()]
     if repeated := {url for url in urls if urls.count(url) > 1}:
         raise ConfigError(f"--engines: {', '.join(sorted(repeated))} is named twice")
+    replica, replicas = replica_urls(args.replicas, args.replica)
     return Launch(
         config=config,
         urls=urls,
@@ -164,6 +173,8 @@ def launch_of(args: argparse.Namespace) -> "Launch":
         api_keys=keys,
         engine_api_key=engine_key,
         stock_config=ThunderConfig(**settings.engines),
+        replica=replica,
+        replicas=replicas,
     )
 
 

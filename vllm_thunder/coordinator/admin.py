@@ -29,6 +29,7 @@ from vllm_thunder.coordinator.engines.client import EngineError
 from vllm_thunder.coordinator.engines.engines import engine_url
 from vllm_thunder.coordinator.fleet.backend import Backend
 from vllm_thunder.coordinator.proxy.answers import refusal
+from vllm_thunder.coordinator.replicas.replicas import Replicas
 from vllm_thunder.program.errors import ConfigError, IdentityError
 from vllm_thunder.program.values import program_id_of
 from vllm_thunder.version import __version__
@@ -80,8 +81,9 @@ def _body(*names: str) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def build_admin(control: Control) -> FastAPI:
-    """The application; the caller answers for API keys."""
+def build_admin(control: Control, replicas: Replicas | None = None) -> FastAPI:
+    """The application; the caller answers for API keys. ``replicas``: this coordinator is one of
+    them, and says so."""
     app = FastAPI(
         title="vllm_thunder coordinator",
         version=__version__,
@@ -94,14 +96,15 @@ def build_admin(control: Control) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    _add_programs(app, control)
+    own = {} if replicas is None else {"replica": replicas.own}
+    _add_programs(app, control, own)
     _add_engines(app, control)
     _add_workers(app, control)
-    _add_pages(app, control)
+    _add_pages(app, control, replicas)
     return app
 
 
-def _add_programs(app: FastAPI, control: Control) -> None:
+def _add_programs(app: FastAPI, control: Control, own: dict[str, str]) -> None:
     fleet = control.fleet
 
     @app.post(
@@ -130,7 +133,7 @@ def _add_programs(app: FastAPI, control: Control) -> None:
 
     @app.get("/programs", responses=_answers(401), summary="Every program, by its id.")
     async def list_programs() -> Response:
-        return _json({program.program_id: public_program(program) for program in fleet})
+        return _json({each.program_id: {**public_program(each), **own} for each in fleet})
 
     @app.get(
         f"/programs/{{program_id:{ANY_TEXT}}}",
@@ -141,7 +144,7 @@ def _add_programs(app: FastAPI, control: Control) -> None:
         program = fleet.get(_after(request, "/programs/"))
         if program is None:
             raise HTTPException(404, "No program has this id.")
-        return _json(describe_program(fleet, program, control.clock()))
+        return _json({**describe_program(fleet, program, control.clock()), **own})
 
     @app.get("/profiles", responses=_answers(401), summary="Where the time of each program went.")
     async def list_profiles() -> Response:
@@ -227,19 +230,23 @@ def _add_workers(app: FastAPI, control: Control) -> None:
         return JSONResponse({"status": "success", "removed": True, "workers": _workers(control)})
 
 
-def _add_pages(app: FastAPI, control: Control) -> None:
+def _add_pages(app: FastAPI, control: Control, replicas: Replicas | None) -> None:
     fleet = control.fleet
 
     @app.get(
         "/status", responses=_answers(401), summary="Engines, and of each waiting program why."
     )
     async def status_page() -> Response:
-        return _json(status(fleet, control.engines, control.clock()))
+        shared = {} if replicas is None else replicas.describe()
+        return _json({**status(fleet, control.engines, control.clock()), **shared})
 
     @app.get("/health", responses=_answers(503), summary="Whether turns can be served.")
     async def health() -> Response:
         state = state_of(fleet, control.engines)
         counts = phase_counts(fleet)
+        shared = {}
+        if replicas is not None:  # the others look at it: they have to agree who there is
+            shared = {"replica": replicas.own, "replica_urls": replicas.urls()}
         return JSONResponse(
             {
                 "status": state,
@@ -250,6 +257,7 @@ def _add_pages(app: FastAPI, control: Control) -> None:
                 **{f"{name}_count": count for name, count in counts.items()},
                 "per_backend": {b.backend_id: len(b.residents) for b in fleet.backends.values()},
                 "profile_enabled": True,
+                **shared,
             },
             status_code=503 if state == "unavailable" else 200,
         )

@@ -65,10 +65,19 @@ class Metrics:
             "Times that a model call was sent to another engine because one did not answer it.",
             registry=registry,
         )
+        self._passed_on = CounterFamily(
+            PREFIX + "requests_passed_on",
+            "Requests that another replica answered, by how they ended; nothing else counts them.",
+            ["outcome"],
+            registry=registry,
+        )
         registry.register(self)
 
     def ended(self, exchange: Exchange) -> None:
         """A model call ended."""
+        if exchange.replica is not None:
+            self._passed_on.labels(str(exchange.outcome)).inc()
+            return
         labelled = exchange.program_id is not None
         self._turns.labels(str(exchange.outcome), "false" if labelled else "true").inc()
         if labelled:

@@ -10,6 +10,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import uvicorn
+from starlette.types import ASGIApp
 
 from vllm_thunder.coordinator.admin import build_admin
 from vllm_thunder.coordinator.app import Coordinator
@@ -25,6 +26,8 @@ from vllm_thunder.coordinator.metrics import Metrics
 from vllm_thunder.coordinator.proxy.exchange import Exchange, Outcome
 from vllm_thunder.coordinator.proxy.pool import ConnectionPool
 from vllm_thunder.coordinator.proxy.proxy import Proxy
+from vllm_thunder.coordinator.replicas.replicas import Replicas
+from vllm_thunder.coordinator.replicas.routes import ProgramRoutes
 from vllm_thunder.program.config import ThunderConfig
 
 __all__ = ["Launch", "running_coordinator", "serve"]
@@ -39,7 +42,8 @@ class Launch:
     ``urls``: servers of engines. ``engines_file``: a file that lists more of them and is watched.
     ``api_keys``: clients must have one of them. ``engine_api_key``: what engines are shown, in
     place of the clients' own keys. ``stock_config``: how the books are kept of engines that do not
-    know programs.
+    know programs. ``replicas``: coordinators that share the programs, and ``replica``: which of
+    them this one is; none: it has all programs that come to it.
     """
 
     config: CoordinatorConfig
@@ -48,6 +52,8 @@ class Launch:
     api_keys: Sequence[str] = ()
     engine_api_key: str | None = None
     stock_config: ThunderConfig = field(default_factory=ThunderConfig)
+    replica: str | None = None
+    replicas: Sequence[str] = ()
 
 
 @asynccontextmanager
@@ -82,6 +88,16 @@ async def running_coordinator(launch: Launch) -> AsyncIterator[tuple[Coordinator
             _learn(fleet, exchange)
             _log(exchange)
 
+        replicas = None
+        if launch.replica is not None:
+            replicas = Replicas(
+                launch.replica,
+                launch.replicas,
+                session,
+                serves=lambda: any(backend.usable for backend in fleet.backends.values()),
+                seconds=config.engine_timeout,
+                on_down=lambda replica: proxy.abandon(replica),
+            )
         proxy = Proxy(
             dispatcher,
             pool,
@@ -92,16 +108,24 @@ async def running_coordinator(launch: Launch) -> AsyncIterator[tuple[Coordinator
             keepalive_seconds=config.keepalive,
             connect_seconds=config.engine_timeout,
             engine_key=launch.engine_api_key,
+            replicas=replicas,
         )
         control = Control(dispatcher, engines, metrics, config, loop.time, stock)
         broadcast = Broadcast(fleet, engines, session, control.caches_reset)
-        app = Coordinator(fleet, proxy, build_admin(control), broadcast, launch.api_keys)
+        admin: ASGIApp = build_admin(control, replicas)
+        if replicas is not None:
+            admin = ProgramRoutes(admin, replicas, proxy)
+        app = Coordinator(fleet, proxy, admin, broadcast, launch.api_keys)
         try:
             await engines.start(launch.urls)
             if launch.engines_file is not None:
                 engines.watch(launch.engines_file)
+            if replicas is not None:
+                replicas.start()
             yield app, control
         finally:
+            if replicas is not None:
+                await replicas.stop()
             await engines.stop()
             await control.stop()
             pool.close()
@@ -116,6 +140,8 @@ async def serve(launch: Launch, server: uvicorn.Config) -> None:
 
 def _learn(fleet: Fleet, exchange: Exchange) -> None:
     """Where the time of the program's turn went."""
+    if exchange.replica is not None:
+        return
     program = fleet.get(exchange.program_id) if exchange.program_id is not None else None
     if program is not None and exchange.first_byte_seconds is not None:
         rest = exchange.total_seconds - exchange.queue_seconds - exchange.first_byte_seconds

@@ -1,6 +1,6 @@
 """The HTTP interface that engines and coordinator agree on: paths and headers."""
 
-__all__ = ["MODEL_CALLS", "PROGRAM_ROUTES", "WAITED_HEADER"]
+__all__ = ["MODEL_CALLS", "PROGRAM_ROUTES", "REPLICA_HEADER", "WAITED_HEADER"]
 
 #: Every endpoint of vLLM whose POST requests reach the engine.
 MODEL_CALLS = frozenset(
@@ -34,3 +34,7 @@ PROGRAM_ROUTES = "/programs"
 
 #: Seconds for which a turn has waited in front of the engine: its order there counts from then.
 WAITED_HEADER = "x-program-waited"
+
+#: From one coordinator to another, never to an engine: the URL of the one that passes the request
+#: on. It is served where it comes then, and keep-alive comments are left to who passed it on.
+REPLICA_HEADER = "x-program-replica"

@@ -20,6 +20,7 @@ class Exchange:
     ``status`` is 0 when the client got none. ``queue_seconds``: from the arrival of the whole
     request until it was sent to the engine that answered. ``first_byte_seconds``: from then until
     the answer's first byte came; None: none did. ``attempts``: engines that it was sent to.
+    ``replica``: the other coordinator that it was passed on to, which notes the rest.
     """
 
     path: str
@@ -27,6 +28,7 @@ class Exchange:
     turn_id: str | None = None
     request_id: str | None = None
     backend_id: str | None = None
+    replica: str | None = None
     status: int = 0
     outcome: Outcome = Outcome.CLIENT_GONE
     queue_seconds: float = 0.0

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from starlette.types import Scope
 
 from vllm_thunder.coordinator.proxy.pool import Origin
-from vllm_thunder.program.endpoints import WAITED_HEADER
+from vllm_thunder.program.endpoints import REPLICA_HEADER, WAITED_HEADER
 
 __all__ = ["Headers", "RequestHead", "answer_headers", "value_of"]
 
@@ -30,22 +30,26 @@ _HOP_BY_HOP = frozenset(
 )
 
 _WAITED = WAITED_HEADER.encode()
+_REPLICA = REPLICA_HEADER.encode()
 _RANK = b"x-data-parallel-rank"
 
 #: Of a request: what is written anew. Who asks for ``100-continue`` was answered here.
-_WRITTEN_ANEW = _HOP_BY_HOP | {b"host", b"content-length", b"expect", _WAITED}
+_WRITTEN_ANEW = _HOP_BY_HOP | {b"host", b"content-length", b"expect", _WAITED, _REPLICA}
 
 
 class RequestHead:
     """The head of one request, for whichever engine it goes to.
 
     The raw path and the query keep their bytes; headers keep bytes, order and repetitions.
-    ``engine_key`` takes the place of the client's own ``Authorization``.
+    ``engine_key`` takes the place of the client's own ``Authorization``. ``passed_on_by``: the URL
+    of this replica, where the request goes to another one.
     """
 
     __slots__ = ("_kept", "_key", "_target", "method")
 
-    def __init__(self, scope: Scope, engine_key: str | None = None):
+    def __init__(
+        self, scope: Scope, engine_key: str | None = None, passed_on_by: str | None = None
+    ):
         self.method: str = scope["method"]
         self._target = _target(scope)
         self._key = engine_key
@@ -53,6 +57,8 @@ class RequestHead:
         if engine_key is not None:
             dropped |= {b"authorization"}
         self._kept: Headers = [item for item in scope["headers"] if item[0] not in dropped]
+        if passed_on_by is not None:
+            self._kept.append((_REPLICA, passed_on_by.encode()))
 
     def without_content_coding(self) -> None:
         """The body is sent as it was before its content coding."""

@@ -21,8 +21,10 @@ from vllm_thunder.coordinator.proxy.heads import RequestHead, value_of
 from vllm_thunder.coordinator.proxy.reply import Departure, Reply, is_stream
 from vllm_thunder.coordinator.proxy.request_body import BodyTooLarge, body_within
 from vllm_thunder.coordinator.proxy.upstream import PERHAPS_DOWN, Upstream
+from vllm_thunder.coordinator.replicas.ask import first_of_answer
+from vllm_thunder.coordinator.replicas.replicas import Replicas
 from vllm_thunder.program.body import acceptable_body
-from vllm_thunder.program.endpoints import WAITED_HEADER
+from vllm_thunder.program.endpoints import REPLICA_HEADER, WAITED_HEADER
 from vllm_thunder.program.errors import IdentityError
 from vllm_thunder.program.identity import RoutingFields, decode_routing_fields, resolve_turn
 from vllm_thunder.program.turn import Turn
@@ -34,6 +36,7 @@ __all__ = ["ModelCall"]
 
 #: The endpoint whose calls may go on from a stored response.
 _RESPONSES = "/v1/responses"
+_REPLICA = REPLICA_HEADER.encode()
 
 #: How often a call may be lost by engines that are up before it is the call that is at fault.
 _MOST_LOSSES = 3
@@ -160,15 +163,40 @@ class ModelCall:
     # -- engines -----------------------------------------------------------------------
 
     async def _serve(self) -> None:
-        fields = self._fields
-        if fields is not None and fields.stream is True and self._path in STREAM_PATHS:
+        fields, replicas = self._fields, self._proxy.replicas
+        passed_on = replicas is not None and bool(value_of(self._scope["headers"], _REPLICA))
+        streams = fields is not None and fields.stream is True and self._path in STREAM_PATHS
+        if streams and not passed_on:
             self._reply.hold(self._proxy.keepalive_seconds)
         try:
-            await self._ask_engines()
+            if replicas is None or passed_on or not await self._ask_owner(replicas):
+                await self._ask_engines()
         except Overloaded as error:
             await self._reply.refuse(429, str(error))
         except Unavailable as error:
             await self._reply.refuse(503, str(error))
+
+    async def _ask_owner(self, replicas: Replicas) -> bool:
+        """Whether the program is another replica's that answered; else nothing has come, and the
+        call is served here: what there is to know of the program the engines tell."""
+        exchange, turn = self._exchange, self._turn
+        owner = None if turn is None else replicas.owner(turn.program_id)
+        if turn is None or owner is None:
+            return False
+        exchange.program_id, exchange.replica = turn.program_id, owner.url
+        sent = monotonic()
+        try:
+            chunk = await first_of_answer(replicas, owner, self._upstream, self._scope, self._body)
+            chunk = await self._begun(chunk, sent)
+        except EngineLost:
+            self._upstream.drop()
+            replicas.look(owner)
+            exchange.replica = exchange.first_byte_seconds = None
+            return False
+        await self._answer(None, chunk)
+        if exchange.outcome is Outcome.ENGINE_LOST:
+            replicas.look(owner)
+        return True
 
     async def _ask_engines(self) -> None:
         """One after the other until one answers."""
@@ -241,12 +269,18 @@ class ModelCall:
         assert connection is not None
         if connection.status in PERHAPS_DOWN and not await self._proxy.on_failure(backend):
             raise EngineLost(f"it answered {connection.status} and is down")
-        chunk = await connection.chunk()
-        exchange.first_byte_seconds = monotonic() - sent
+        chunk = await self._begun(await connection.chunk(), sent)
         if is_stream(connection):
             self._proxy.calls.first_byte(backend, self._call_id)
+        return chunk
+
+    async def _begun(self, chunk: bytes, sent: float) -> bytes:
+        """The first of an answer came: as much as there has to be before it is passed back."""
+        connection = self._upstream.connection
+        assert connection is not None
+        self._exchange.first_byte_seconds = monotonic() - sent
         if self._reply.holding and not is_stream(connection):
-            chunk = await _rest(connection, chunk)  # to be an event, it has to be whole
+            return await _rest(connection, chunk)  # to be an event, it has to be whole
         return chunk
 
     def _may_be_stored_at(self, backend: Backend) -> Backend | None:
@@ -284,7 +318,8 @@ class ModelCall:
         )
         return True
 
-    async def _answer(self, backend: Backend, chunk: bytes) -> None:
+    async def _answer(self, backend: Backend | None, chunk: bytes) -> None:
+        """Pass an engine's answer back; None: another replica's."""
         reply, connection = self._reply, self._upstream.connection
         assert connection is not None
         self._refused = 400 <= connection.status < 500
@@ -296,15 +331,16 @@ class ModelCall:
             self._exchange.outcome = Outcome.OK
             return
         try:
-            if backend.stock and connection.status == 200:
+            if backend is not None and backend.stock and connection.status == 200:
                 self._answer_tokens = AnswerTokens()
                 reply.reader = self._answer_tokens.feed
             await reply.relay(connection, chunk)
         except EngineLost as lost:
             self._answer_tokens = None
             self._suspect = backend
+            who = "engine" if backend is not None else "replica that has the program"
             await reply.cut(
-                502, f"the engine was lost while it answered ({lost}); send the request again"
+                502, f"the {who} was lost while it answered ({lost}); send the request again"
             )
 
     def _body_for(self, backend: Backend) -> bytes:

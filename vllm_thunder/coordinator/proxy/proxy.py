@@ -19,7 +19,8 @@ from vllm_thunder.coordinator.proxy.pool import ConnectionPool
 from vllm_thunder.coordinator.proxy.reply import Departure, Reply
 from vllm_thunder.coordinator.proxy.request_body import BodyTooLarge
 from vllm_thunder.coordinator.proxy.stored import StoredCall
-from vllm_thunder.coordinator.proxy.upstream import Ongoing, Upstream
+from vllm_thunder.coordinator.proxy.upstream import Ongoing, Server, Upstream
+from vllm_thunder.coordinator.replicas.replicas import Replicas
 
 __all__ = ["Proxy"]
 
@@ -33,7 +34,8 @@ class Proxy:
     every request when it is over. ``max_body_bytes``: of a request. ``keepalive_seconds``: after
     how long without a byte a held stream gets a comment. ``connect_seconds``: how long an engine
     may take to accept a connection. ``engine_key``: API key for the engines in place of the
-    client's own; None: the client's is passed on.
+    client's own; None: the client's is passed on. ``replicas``: coordinators that programs are
+    shared with; None: this one has them all.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Proxy:
         keepalive_seconds: float,
         connect_seconds: float,
         engine_key: str | None = None,
+        replicas: Replicas | None = None,
     ):
         self.dispatcher = dispatcher
         self.pool = pool
@@ -58,6 +61,7 @@ class Proxy:
         self.keepalive_seconds = keepalive_seconds
         self.connect_seconds = connect_seconds
         self.engine_key = engine_key
+        self.replicas = replicas
         self.ongoing = Ongoing()
 
     @property
@@ -96,10 +100,10 @@ class Proxy:
         if passage.lost and backend.usable:
             await self.on_failure(backend)
 
-    def abandon(self, backend: Backend) -> None:
-        """The engine was declared down: all that is with it ends there, and goes elsewhere where
-        nothing was sent to the client yet."""
-        for upstream in self.ongoing.at(backend):
+    def abandon(self, server: Server) -> None:
+        """An engine, or a replica, was declared down: all that is with it ends there, and goes
+        elsewhere where nothing was sent to the client yet."""
+        for upstream in self.ongoing.at(server):
             upstream.abandon("it is down")
 
 

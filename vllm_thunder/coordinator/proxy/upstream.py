@@ -1,36 +1,46 @@
-"""The engine's side of one exchange: a connection, and how it is broken off from outside."""
+"""The server's side of one exchange: a connection, and how it is broken off from outside."""
 
 import asyncio
+from typing import Protocol
 
-from vllm_thunder.coordinator.fleet.backend import Backend
 from vllm_thunder.coordinator.proxy.connection import Connection, EngineLost
 from vllm_thunder.coordinator.proxy.heads import RequestHead
 from vllm_thunder.coordinator.proxy.pool import ConnectionPool, Origin, origin_of
 
-__all__ = ["PERHAPS_DOWN", "Ongoing", "Upstream"]
+__all__ = ["PERHAPS_DOWN", "Ongoing", "Server", "Upstream"]
 
-#: Answers that an engine which is going down may give to anything.
+#: Answers that a server which is going down may give to anything.
 PERHAPS_DOWN = frozenset({500, 502, 503, 504})
 
 
+class Server(Protocol):
+    """Who is asked: an engine, or another replica of the coordinator, which has no ranks."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def rank(self) -> int | None: ...
+
+
 class Ongoing:
-    """Exchanges by the engine that they are with."""
+    """Exchanges by the server that they are with."""
 
     def __init__(self) -> None:
-        self._at: dict[Backend, dict[Upstream, None]] = {}
+        self._at: dict[Server, dict[Upstream, None]] = {}
 
-    def add(self, backend: Backend, upstream: "Upstream") -> None:
-        self._at.setdefault(backend, {})[upstream] = None
+    def add(self, server: Server, upstream: "Upstream") -> None:
+        self._at.setdefault(server, {})[upstream] = None
 
-    def discard(self, backend: Backend, upstream: "Upstream") -> None:
-        there = self._at.get(backend)
+    def discard(self, server: Server, upstream: "Upstream") -> None:
+        there = self._at.get(server)
         if there is not None:
             there.pop(upstream, None)
             if not there:
-                del self._at[backend]
+                del self._at[server]
 
-    def at(self, backend: Backend) -> "list[Upstream]":
-        return list(self._at.get(backend, ()))
+    def at(self, server: Server) -> "list[Upstream]":
+        return list(self._at.get(server, ()))
 
     def __len__(self) -> int:
         return sum(map(len, self._at.values()))
@@ -44,11 +54,11 @@ class Upstream:
 
     __slots__ = (
         "_abandoned",
-        "_backend",
         "_connect_seconds",
         "_connecting",
         "_ongoing",
         "_pool",
+        "_server",
         "connection",
     )
 
@@ -57,19 +67,19 @@ class Upstream:
         self._pool = pool
         self._ongoing = ongoing
         self._connect_seconds = connect_seconds
-        self._backend: Backend | None = None
+        self._server: Server | None = None
         self._connecting: asyncio.Timeout | None = None
         self._abandoned: str | None = None
 
-    async def ask(self, backend: Backend, head: RequestHead, body: bytes, waited: float) -> None:
+    async def ask(self, server: Server, head: RequestHead, body: bytes, waited: float) -> None:
         """Send a whole request; returns when status and headers of the answer have come.
 
         Raises EngineLost. A request for which a connection of before broke is sent once more, on
         a new one: the engine may have closed the old one for idleness in that moment.
         """
-        self._begin(backend)
-        origin = origin_of(backend.url)
-        data = head.bytes_for(origin, rank=backend.rank, waited=waited, length=len(body))
+        self._begin(server)
+        origin = origin_of(server.url)
+        data = head.bytes_for(origin, rank=server.rank, waited=waited, length=len(body))
         head_only = head.method == "HEAD"
         idle = self._pool.take(origin)
         if idle is not None:
@@ -87,13 +97,13 @@ class Upstream:
         self.connection.send(data, body, head_only=head_only)
         await self.connection.answered()
 
-    async def open(self, backend: Backend, head: RequestHead, length: int | None) -> Connection:
+    async def open(self, server: Server, head: RequestHead, length: int | None) -> Connection:
         """Send the head of a request on a new connection; its body of ``length`` bytes follows, in
         chunks if that is None. Raises EngineLost."""
-        self._begin(backend)
-        origin = origin_of(backend.url)
+        self._begin(server)
+        origin = origin_of(server.url)
         self.connection = await self._connect(origin)
-        data = head.bytes_for(origin, rank=backend.rank, waited=0.0, length=length)
+        data = head.bytes_for(origin, rank=server.rank, waited=0.0, length=length)
         self.connection.send(data, head_only=head.method == "HEAD")
         return self.connection
 
@@ -111,14 +121,14 @@ class Upstream:
         if self.connection is not None:
             self._pool.give_back(self.connection)
             self.connection = None
-        if self._backend is not None:
-            self._ongoing.discard(self._backend, self)
-            self._backend = None
+        if self._server is not None:
+            self._ongoing.discard(self._server, self)
+            self._server = None
 
-    def _begin(self, backend: Backend) -> None:
+    def _begin(self, server: Server) -> None:
         self._abandoned = None
-        self._backend = backend
-        self._ongoing.add(backend, self)
+        self._server = server
+        self._ongoing.add(server, self)
 
     async def _connect(self, origin: Origin) -> Connection:
         self._connecting = asyncio.timeout(self._connect_seconds)

@@ -1,0 +1,1 @@
+"""Several coordinators that share programs among them by their ids."""
