@@ -18,6 +18,8 @@ from tests.coordinator.program_engine import (
     until_up,
 )
 from vllm_thunder.coordinator.engines.client import EngineError
+from vllm_thunder.coordinator.engines.engines import engine_url
+from vllm_thunder.program.errors import ConfigError
 from vllm_thunder.program.report import ProgramReport
 
 
@@ -52,6 +54,19 @@ async def test_an_engine_that_is_taken_out_ends_its_turns_first(engines):
         assert (await running).body == b"data: 1\n\ndata: 2\n\n"
         await until(lambda: home.backend_id not in control.fleet.backends)
         assert (await ask(port, turn("p", stream=True))).status == 200
+
+
+@pytest.mark.parametrize(
+    "text", ["", "http://", "https:///", "http://:8000", "ftp://a", "http://a:port", "a?b", "a b"]
+)
+def test_an_address_that_is_none(text):
+    with pytest.raises(ConfigError, match="engine"):
+        engine_url(text)
+
+
+@pytest.mark.parametrize("text", ["a:1", " http://a:1 ", "http://a:1/", "http://a:1//"])
+def test_an_address_is_kept_in_one_form(text):
+    assert engine_url(text) == "http://a:1"
 
 
 async def test_a_file_lists_the_engines(engines, tmp_path):

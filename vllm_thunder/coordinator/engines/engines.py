@@ -267,10 +267,10 @@ class Engines:
 def engine_url(text: str) -> str:
     """A server's address as it is kept: with its scheme, and without a slash at the end. Raises
     ConfigError."""
-    url = text.strip().rstrip("/")
+    url = text.strip()
     url = url if "//" in url else f"http://{url}"
     origin_of(url)
-    return url
+    return url.rstrip("/")
 
 
 def _lines(text: str) -> Iterable[str]:

@@ -244,6 +244,9 @@ class Fleet:
         if len(self.queue):
             # Events bring us here sooner; what changes without one must not be missed.
             self.deadline = min(self.deadline, now + self.config.interval)
+        if not len(self.rooms):
+            ends = ((p.waiting_since or now) + self.config.max_wait for p in self.queue.in_order())
+            self.deadline = min([self.deadline, *(at for at in ends if at > now)])
 
     def given_up(self, now: float) -> list[Tracked]:
         """Programs that have waited for ``max_wait`` and more while no engine can be used."""
