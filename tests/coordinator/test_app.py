@@ -310,6 +310,15 @@ async def test_too_many_turns_and_too_large_bodies_are_refused(engines):
         assert "2 turns wait" in refused.json()["error"]["message"]
         assert control.fleet.get("p2") is None
         assert (await ask(port, turn("p", messages=["x" * 1000]))).status == 413
+        for path in (
+            "/programs/release",
+            "/programs/tool",
+            "/engines",
+            "/pause",
+            "/weight_sync/end",
+        ):
+            told = {"program_id": "p", "tool_name": "x" * 1000}
+            assert (await ask(port, post(told, path))).status == 413, path
         for client in clients:
             client.leave()
         await until(lambda: control.fleet.queue.held_turns == 0)

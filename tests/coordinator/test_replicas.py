@@ -42,7 +42,9 @@ def client_view(answer):
 
 
 def engine_view(request):
-    return request.head.split(b"\r\n")[0], sorted(request.headers), request.body
+    """What an engine saw, but for how long the turn was held: that depends on how busy we are."""
+    headers = sorted(each for each in request.headers if each[0] != b"x-program-waited")
+    return request.head.split(b"\r\n")[0], headers, request.body
 
 
 # -- one queue -------------------------------------------------------------------------

@@ -6,12 +6,13 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vllm_thunder.asgi import path_of
+from vllm_thunder.asgi import path_of, replay
 from vllm_thunder.coordinator.admin import ADMIN_PATHS
 from vllm_thunder.coordinator.broadcast import BROADCAST_PATHS, SINGLE_ENGINE_PATHS, Broadcast
 from vllm_thunder.coordinator.fleet.fleet import Fleet
 from vllm_thunder.coordinator.proxy.answers import refusal
 from vllm_thunder.coordinator.proxy.proxy import Proxy
+from vllm_thunder.coordinator.proxy.request_body import BodyTooLarge, body_within
 from vllm_thunder.coordinator.proxy.stored import STORED_PREFIX
 from vllm_thunder.program.endpoints import MODEL_CALLS
 
@@ -50,9 +51,9 @@ class Coordinator:
         elif method == "POST" and (path in MODEL_CALLS or path in _OTHER_MODEL_CALLS):
             await self._proxy.model_call(scope, receive, send)
         elif _is_admin(path):
-            await self._admin(scope, receive, send)
+            await self._within_limit(self._admin, scope, receive, send)
         elif method == "POST" and path in BROADCAST_PATHS:
-            await self._broadcast(scope, receive, send)
+            await self._within_limit(self._broadcast, scope, receive, send)
         elif path.startswith(STORED_PREFIX):
             await self._proxy.stored_call(scope, receive, send)
         elif path in SINGLE_ENGINE_PATHS:
@@ -60,6 +61,17 @@ class Coordinator:
             await _refuse(send, path, 400, problem)
         else:
             await self._ask_one(path, scope, receive, send)
+
+    async def _within_limit(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """``app``, which reads bodies whole, sees none that is larger than a body may be."""
+        try:
+            body = await body_within(self._proxy.max_body_bytes, scope, receive)
+        except BodyTooLarge as error:
+            await _refuse(send, path_of(scope), 413, str(error))
+            return
+        if body is not None:
+            whole = {"type": "http.request", "body": body, "more_body": False}
+            await app(scope, replay([whole], receive), send)
 
     async def _ask_one(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         backend = self._fleet.least_busy()
