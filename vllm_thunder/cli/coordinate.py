@@ -81,6 +81,12 @@ def add_parser(subparsers: "_SubParsersAction[Any]") -> None:
         help="info: a line for every model call (%(default)s)",
     )
     parser.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send OpenTelemetry spans of model calls there; engines with the same flag make "
+        "children of them",
+    )
+    parser.add_argument(
         "--config",
         type=Path,
         metavar="FILE",
@@ -164,6 +170,7 @@ def launch_of(args: argparse.Namespace) -> "Launch":
         api_keys=keys,
         engine_api_key=engine_key,
         stock_config=ThunderConfig(**settings.engines),
+        otlp_traces_endpoint=args.otlp_traces_endpoint,
     )
 
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from time import monotonic
+from typing import TYPE_CHECKING
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -19,6 +20,9 @@ from vllm_thunder.coordinator.proxy.pool import ConnectionPool
 from vllm_thunder.coordinator.proxy.reply import Departure, Reply
 from vllm_thunder.coordinator.proxy.upstream import Ongoing, Upstream
 
+if TYPE_CHECKING:
+    from vllm_thunder.coordinator.tracing import Tracing
+
 __all__ = ["Proxy"]
 
 
@@ -31,7 +35,8 @@ class Proxy:
     every request when it is over. ``max_body_bytes``: of a request. ``keepalive_seconds``: after
     how long without a byte a held stream gets a comment. ``connect_seconds``: how long an engine
     may take to accept a connection. ``engine_key``: API key for the engines in place of the
-    client's own; None: the client's is passed on.
+    client's own; None: the client's is passed on. ``tracing``: makes a span of every model call;
+    None: trace headers are passed on like any other.
     """
 
     def __init__(
@@ -46,6 +51,7 @@ class Proxy:
         keepalive_seconds: float,
         connect_seconds: float,
         engine_key: str | None = None,
+        tracing: "Tracing | None" = None,
     ):
         self.dispatcher = dispatcher
         self.pool = pool
@@ -56,6 +62,7 @@ class Proxy:
         self.keepalive_seconds = keepalive_seconds
         self.connect_seconds = connect_seconds
         self.engine_key = engine_key
+        self.tracing = tracing
         self.ongoing = Ongoing()
 
     @property
