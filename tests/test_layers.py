@@ -27,8 +27,8 @@ PATCHING_KNOWS = ("vllm_thunder.patching", "vllm_thunder.program.errors", "vllm_
 #: Distributions whose import name is another one.
 IMPORT_NAMES = {"prometheus-client": "prometheus_client", "pyyaml": "yaml"}
 
-#: vLLM, and what comes with it for the code that runs inside its processes.
-ENGINE_BRINGS = {"vllm", "torch", "starlette", "uvloop", "pydantic"}
+#: vLLM, and what comes with it for code that runs inside its processes or that a flag asks for.
+ENGINE_BRINGS = {"vllm", "torch", "starlette", "uvloop", "pydantic", "opentelemetry"}
 
 
 def name_of(file: Path) -> str:

@@ -5,6 +5,8 @@ import gzip
 import json
 
 import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import format_span_id
 
 from tests.coordinator.fake_engine import chunked, raw, whole
 from tests.coordinator.front import CHAT, Client, ask, post
@@ -12,6 +14,7 @@ from tests.coordinator.program_engine import ProgramEngine, get, page, turn, unt
 from tests.coordinator.replica_set import all_alive, replica_set
 from vllm_thunder.coordinator.config import CoordinatorConfig
 from vllm_thunder.coordinator.replicas import replicas as replicas_module
+from vllm_thunder.coordinator.tracing import Tracing
 from vllm_thunder.program.report import ProgramReport
 
 JSON = b"content-type: application/json\r\n"
@@ -147,6 +150,29 @@ async def test_bytes_are_the_same_through_another_replica(kind):
             assert client_view(there) == client_view(here)
             assert engine_view(engine.calls[-1]) == engine_view(engine.calls[-2])
             assert engine.calls[-1].body == request.partition(b"\r\n\r\n")[2]
+    await engine.kill()
+
+
+async def test_a_trace_goes_through_both_replicas():
+    engine = ProgramEngine()
+    await engine.start()
+    exporters = [InMemorySpanExporter() for _ in range(2)]
+    tracings = [Tracing(exporter) for exporter in exporters]
+    trace, parent = b"4bf92f3577b34da6a3ce929d0e0e4736", b"00f067aa0ba902b7"
+    async with replica_set(2, [engine]) as nodes:
+        await all_alive(nodes)
+        for node, tracing in zip(nodes, tracings, strict=True):
+            node.proxy.tracing = tracing
+        given = b"traceparent: 00-%b-%b-01\r\n" % (trace, parent)
+        body = {"program_id": nodes.id_of(nodes[1])}
+        assert (await ask(nodes[0].port, post(body, headers=JSON + given))).status == 200
+    for tracing in tracings:
+        await tracing.close()
+    (passed_on,), (served,) = (exporter.get_finished_spans() for exporter in exporters)
+    assert format_span_id(passed_on.parent.span_id).encode() == parent
+    assert served.parent.span_id == passed_on.context.span_id
+    last = format_span_id(served.context.span_id).encode()
+    assert engine.calls[-1].values(b"traceparent") == [b"00-%b-%b-01" % (trace, last)]
     await engine.kill()
 
 

@@ -88,6 +88,12 @@ def add_parser(subparsers: "_SubParsersAction[Any]") -> None:
         help="info: a line for every model call (%(default)s)",
     )
     parser.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send OpenTelemetry spans of model calls there; engines with the same flag make "
+        "children of them",
+    )
+    parser.add_argument(
         "--config",
         type=Path,
         metavar="FILE",
@@ -175,6 +181,7 @@ def launch_of(args: argparse.Namespace) -> "Launch":
         stock_config=ThunderConfig(**settings.engines),
         replica=replica,
         replicas=replicas,
+        otlp_traces_endpoint=args.otlp_traces_endpoint,
     )
 
 

@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
+import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import aiohttp
 import msgspec
@@ -29,6 +31,10 @@ from vllm_thunder.coordinator.proxy.proxy import Proxy
 from vllm_thunder.coordinator.replicas.replicas import Replicas
 from vllm_thunder.coordinator.replicas.routes import ProgramRoutes
 from vllm_thunder.program.config import ThunderConfig
+from vllm_thunder.program.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm_thunder.coordinator.tracing import Tracing
 
 __all__ = ["Launch", "running_coordinator", "serve"]
 
@@ -43,7 +49,8 @@ class Launch:
     ``api_keys``: clients must have one of them. ``engine_api_key``: what engines are shown, in
     place of the clients' own keys. ``stock_config``: how the books are kept of engines that do not
     know programs. ``replicas``: coordinators that share the programs, and ``replica``: which of
-    them this one is; none: it has all programs that come to it.
+    them this one is; none: it has all programs that come to it. ``otlp_traces_endpoint``: where
+    spans of model calls go; None: none are made.
     """
 
     config: CoordinatorConfig
@@ -54,13 +61,15 @@ class Launch:
     stock_config: ThunderConfig = field(default_factory=ThunderConfig)
     replica: str | None = None
     replicas: Sequence[str] = ()
+    otlp_traces_endpoint: str | None = None
 
 
 @asynccontextmanager
 async def running_coordinator(launch: Launch) -> AsyncIterator[tuple[Coordinator, Control]]:
     """The application and what may be done to it, while its engines are followed.
 
-    Raises EngineError when two of the engines that answer cannot serve one fleet.
+    Raises EngineError when two of the engines that answer cannot serve one fleet, ConfigError when
+    spans cannot be sent where they are to go.
     """
     loop = asyncio.get_running_loop()
     config = launch.config
@@ -68,6 +77,8 @@ async def running_coordinator(launch: Launch) -> AsyncIterator[tuple[Coordinator
     dispatcher = Dispatcher(fleet, loop.time)
     stock = StockEngines(dispatcher, launch.stock_config, config.host_cache_tokens, loop.time)
     pool = ConnectionPool()
+    endpoint = launch.otlp_traces_endpoint
+    tracing = None if endpoint is None else _tracing_to(endpoint)
     async with aiohttp.ClientSession(
         # vLLM closes connections that are idle for 5 s.
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3),
@@ -109,6 +120,7 @@ async def running_coordinator(launch: Launch) -> AsyncIterator[tuple[Coordinator
             connect_seconds=config.engine_timeout,
             engine_key=launch.engine_api_key,
             replicas=replicas,
+            tracing=tracing,
         )
         control = Control(dispatcher, engines, metrics, config, loop.time, stock)
         broadcast = Broadcast(fleet, engines, session, control.caches_reset)
@@ -129,13 +141,38 @@ async def running_coordinator(launch: Launch) -> AsyncIterator[tuple[Coordinator
             await engines.stop()
             await control.stop()
             pool.close()
+            if tracing is not None:
+                await tracing.close()
 
 
 async def serve(launch: Launch, server: uvicorn.Config) -> None:
-    """Until SIGTERM or SIGINT. ``server``: where and how; its application is replaced."""
+    """Until SIGTERM or SIGINT, in the main thread. ``server``: where and how; its application is
+    replaced."""
     async with running_coordinator(launch) as (app, _):
         server.app = app
-        await uvicorn.Server(server).serve()
+        # When it has stopped, uvicorn raises the signal again for whoever was there before it: that
+        # must not end the process, engines and collectors are still to be told.
+        stops = (signal.SIGINT, signal.SIGTERM)
+        before = [signal.signal(number, signal.SIG_IGN) for number in stops]
+        try:
+            await uvicorn.Server(server).serve()
+        finally:
+            for number, handler in zip(stops, before, strict=True):
+                signal.signal(number, handler)
+
+
+def _tracing_to(endpoint: str) -> "Tracing":
+    try:
+        from vllm_thunder.coordinator.tracing import Tracing, exporter_to
+    except ImportError as error:
+        raise ConfigError(
+            "--otlp-traces-endpoint needs the packages opentelemetry-sdk and "
+            f"opentelemetry-exporter-otlp, which come with vLLM: {error}"
+        ) from None
+    try:
+        return Tracing(exporter_to(endpoint))
+    except ValueError as error:
+        raise ConfigError(f"a variable OTEL_… of the environment cannot be used: {error}") from None
 
 
 def _learn(fleet: Fleet, exchange: Exchange) -> None:
@@ -144,14 +181,17 @@ def _learn(fleet: Fleet, exchange: Exchange) -> None:
         return
     program = fleet.get(exchange.program_id) if exchange.program_id is not None else None
     if program is not None and exchange.first_byte_seconds is not None:
-        rest = exchange.total_seconds - exchange.queue_seconds - exchange.first_byte_seconds
+        before = exchange.read_seconds + exchange.queue_seconds + exchange.first_byte_seconds
         program.profile.turn_ended(
-            exchange.queue_seconds, exchange.first_byte_seconds, max(rest, 0.0)
+            exchange.queue_seconds,
+            exchange.first_byte_seconds,
+            max(exchange.total_seconds - before, 0.0),
         )
 
 
 def _log(exchange: Exchange) -> None:
-    """One line for each model call, with an id that its engine's log has too."""
+    """One line for each call. An id that the client gave is in its engine's log too, and the trace
+    is the one that its engine's span is in."""
     level = logging.INFO if exchange.outcome is Outcome.OK else logging.WARNING
     if logger.isEnabledFor(level):
         logger.log(level, "%s", msgspec.json.encode(exchange).decode())

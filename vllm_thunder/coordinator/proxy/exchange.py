@@ -17,20 +17,24 @@ class Outcome(StrEnum):
 class Exchange:
     """One request, for metrics and the log. Times are seconds, sizes are bytes.
 
-    ``status`` is 0 when the client got none. ``queue_seconds``: from the arrival of the whole
-    request until it was sent to the engine that answered. ``first_byte_seconds``: from then until
-    the answer's first byte came; None: none did. ``attempts``: engines that it was sent to.
-    ``replica``: the other coordinator that it was passed on to, which notes the rest.
+    ``request_id`` is the client's ``X-Request-Id``, for a model call without one an id of our own.
+    ``trace_id``: of the trace that the call is part of. ``status`` is 0 when the client got none.
+    ``read_seconds``: until the whole request had come. ``queue_seconds``: from then until it was
+    sent to the engine that answered. ``first_byte_seconds``: from then until the answer's first
+    byte came; None: none did. ``attempts``: engines that it was sent to. ``replica``: the other
+    coordinator that it was passed on to, which notes the rest.
     """
 
     path: str
     program_id: str | None = None
     turn_id: str | None = None
     request_id: str | None = None
+    trace_id: str | None = None
     backend_id: str | None = None
     replica: str | None = None
     status: int = 0
     outcome: Outcome = Outcome.CLIENT_GONE
+    read_seconds: float = 0.0
     queue_seconds: float = 0.0
     first_byte_seconds: float | None = None
     total_seconds: float = 0.0

@@ -1,6 +1,7 @@
 """The heads of forwarded messages: what a proxy has to change in them (RFC 9110 §7.6.1), and no
 more."""
 
+import re
 from collections.abc import Iterable
 
 from starlette.types import Scope
@@ -8,7 +9,15 @@ from starlette.types import Scope
 from vllm_thunder.coordinator.proxy.pool import Origin
 from vllm_thunder.program.endpoints import REPLICA_HEADER, WAITED_HEADER
 
-__all__ = ["Headers", "RequestHead", "answer_headers", "value_of"]
+__all__ = [
+    "TRACEPARENT",
+    "TRACESTATE",
+    "Headers",
+    "RequestHead",
+    "answer_headers",
+    "trace_id_of",
+    "value_of",
+]
 
 #: Names and values, repeated names and all.
 Headers = list[tuple[bytes, bytes]]
@@ -28,6 +37,11 @@ _HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
+
+#: W3C Trace Context.
+TRACEPARENT = b"traceparent"
+TRACESTATE = b"tracestate"
+_TRACE_ID = re.compile(rb"00-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 _WAITED = WAITED_HEADER.encode()
 _REPLICA = REPLICA_HEADER.encode()
@@ -63,6 +77,11 @@ class RequestHead:
     def without_content_coding(self) -> None:
         """The body is sent as it was before its content coding."""
         self._kept = [item for item in self._kept if item[0] != b"content-encoding"]
+
+    def in_trace(self, headers: Headers) -> None:
+        """``headers`` take the place of the client's own trace headers."""
+        ours = (TRACEPARENT, TRACESTATE)
+        self._kept = [item for item in self._kept if item[0] not in ours] + headers
 
     def bytes_for(
         self, origin: Origin, *, rank: int | None, waited: float, length: int | None
@@ -106,6 +125,12 @@ def answer_headers(headers: Headers) -> Headers:
 def value_of(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes:
     """The first value of a header by its lower-case name, b"" where there is none."""
     return next((value for key, value in headers if key == name), b"")
+
+
+def trace_id_of(traceparent: bytes | None) -> str | None:
+    """The trace that a request says it is part of, in 32 hexadecimal digits."""
+    match = None if traceparent is None else _TRACE_ID.fullmatch(traceparent)
+    return None if match is None else match[1].decode()
 
 
 def _named_by_connection(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[bytes]:

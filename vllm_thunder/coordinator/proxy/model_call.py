@@ -17,7 +17,7 @@ from vllm_thunder.coordinator.prompts.usage import AnswerTokens
 from vllm_thunder.coordinator.proxy.answers import STREAM_PATHS, event_of_answer
 from vllm_thunder.coordinator.proxy.connection import Connection, EngineLost
 from vllm_thunder.coordinator.proxy.exchange import Exchange, Outcome
-from vllm_thunder.coordinator.proxy.heads import RequestHead, value_of
+from vllm_thunder.coordinator.proxy.heads import TRACEPARENT, RequestHead, trace_id_of, value_of
 from vllm_thunder.coordinator.proxy.reply import Departure, Reply, is_stream
 from vllm_thunder.coordinator.proxy.request_body import BodyTooLarge, body_within
 from vllm_thunder.coordinator.proxy.upstream import PERHAPS_DOWN, Upstream
@@ -67,6 +67,7 @@ class ModelCall:
         "_refused",
         "_reply",
         "_scope",
+        "_span",
         "_suspect",
         "_text",
         "_turn",
@@ -77,8 +78,17 @@ class ModelCall:
         self._proxy = proxy
         self._scope = scope
         self._path = path_of(scope)
-        request_id = value_of(scope["headers"], b"x-request-id").decode("latin-1")
-        self._exchange = Exchange(self._path, request_id=request_id or None)
+        headers = scope["headers"]
+        self._span = None if proxy.tracing is None else proxy.tracing.begin(headers)
+        #: A turn's is the turn's.
+        self._call_id = new_turn_id()
+        named = dict(reversed(headers))  # of a repeated header the first
+        span = self._span
+        self._exchange = Exchange(
+            self._path,
+            request_id=named.get(b"x-request-id", b"").decode("latin-1") or self._call_id,
+            trace_id=trace_id_of(named.get(TRACEPARENT)) if span is None else span.trace_id,
+        )
         self._reply = Reply(self._path, send, self._exchange)
         self._upstream = Upstream(proxy.pool, proxy.ongoing, proxy.connect_seconds)
         self._arrived = 0.0
@@ -88,7 +98,6 @@ class ModelCall:
         self._fields: RoutingFields | None = None
         self._turn: Turn | None = None
         self._prompt: Prompt | None = None
-        self._call_id = ""
         #: The engine that has the call, as far as the books go.
         self._at: Backend | None = None
         self._answer_tokens: AnswerTokens | None = None
@@ -111,6 +120,7 @@ class ModelCall:
             if not await self._read(receive):
                 return
             self._arrived = monotonic()
+            exchange.read_seconds = self._arrived - began
             departure = Departure(receive)
             await self._serve()
         except asyncio.CancelledError:
@@ -122,6 +132,8 @@ class ModelCall:
             self._reply.silence()
             self._leave()
             exchange.total_seconds = monotonic() - began
+            if self._span is not None:
+                self._span.end(exchange)
             self._proxy.on_done(exchange)
         if self._suspect is not None and self._suspect.usable:
             await self._proxy.on_failure(self._suspect)
@@ -153,12 +165,20 @@ class ModelCall:
         named = identity_headers(self._scope)
         named.pop(WAITED_HEADER, None)  # that is for us to say
         try:
-            self._turn = resolve_turn(named, self._fields, path=self._path, new_turn_id=new_turn_id)
+            self._turn = resolve_turn(
+                named, self._fields, path=self._path, new_turn_id=lambda: self._call_id
+            )
         except IdentityError as error:
             await self._reply.refuse(400, str(error), error.field)
             return False
-        self._head = RequestHead(self._scope, self._proxy.engine_key)
+        self._head = self._traced(RequestHead(self._scope, self._proxy.engine_key))
         return True
+
+    def _traced(self, head: RequestHead) -> RequestHead:
+        """Whoever gets it continues the trace from here."""
+        if self._span is not None and self._span.headers:
+            head.in_trace(self._span.headers)
+        return head
 
     # -- engines -----------------------------------------------------------------------
 
@@ -186,7 +206,8 @@ class ModelCall:
         exchange.program_id, exchange.replica = turn.program_id, owner.url
         sent = monotonic()
         try:
-            chunk = await first_of_answer(replicas, owner, self._upstream, self._scope, self._body)
+            head = self._traced(RequestHead(self._scope, passed_on_by=replicas.own))
+            chunk = await first_of_answer(replicas, owner, self._upstream, head, self._body)
             chunk = await self._begun(chunk, sent)
         except EngineLost:
             self._upstream.drop()
@@ -225,9 +246,7 @@ class ModelCall:
     async def _placed(self) -> Backend | None:
         turn, exchange = self._turn, self._exchange
         if turn is None:
-            self._call_id = new_turn_id()
             return self._count_at(self._proxy.fleet.least_busy())
-        self._call_id = turn.turn_id
         exchange.program_id, exchange.turn_id = turn.program_id, turn.turn_id
         prompt = self._prompt = self._proxy.calls.look(turn, self._text)
         self._dispatch = await self._proxy.dispatcher.place(

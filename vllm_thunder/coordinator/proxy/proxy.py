@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from time import monotonic
+from typing import TYPE_CHECKING
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -22,6 +23,9 @@ from vllm_thunder.coordinator.proxy.stored import StoredCall
 from vllm_thunder.coordinator.proxy.upstream import Ongoing, Server, Upstream
 from vllm_thunder.coordinator.replicas.replicas import Replicas
 
+if TYPE_CHECKING:
+    from vllm_thunder.coordinator.tracing import Tracing
+
 __all__ = ["Proxy"]
 
 
@@ -35,7 +39,8 @@ class Proxy:
     how long without a byte a held stream gets a comment. ``connect_seconds``: how long an engine
     may take to accept a connection. ``engine_key``: API key for the engines in place of the
     client's own; None: the client's is passed on. ``replicas``: coordinators that programs are
-    shared with; None: this one has them all.
+    shared with; None: this one has them all. ``tracing``: makes a span of every model call; None:
+    trace headers are passed on like any other.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class Proxy:
         connect_seconds: float,
         engine_key: str | None = None,
         replicas: Replicas | None = None,
+        tracing: "Tracing | None" = None,
     ):
         self.dispatcher = dispatcher
         self.pool = pool
@@ -62,6 +68,7 @@ class Proxy:
         self.connect_seconds = connect_seconds
         self.engine_key = engine_key
         self.replicas = replicas
+        self.tracing = tracing
         self.ongoing = Ongoing()
 
     @property

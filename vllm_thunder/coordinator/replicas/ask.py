@@ -1,7 +1,5 @@
 """One request, asked of the replica that its program belongs to."""
 
-from starlette.types import Scope
-
 from vllm_thunder.coordinator.proxy.connection import EngineLost
 from vllm_thunder.coordinator.proxy.heads import RequestHead
 from vllm_thunder.coordinator.proxy.upstream import PERHAPS_DOWN, Upstream
@@ -11,15 +9,13 @@ __all__ = ["first_of_answer"]
 
 
 async def first_of_answer(
-    replicas: Replicas, replica: Replica, upstream: Upstream, scope: Scope, body: bytes
+    replicas: Replicas, replica: Replica, upstream: Upstream, head: RequestHead, body: bytes
 ) -> bytes:
     """The first bytes of the answer's body, b"" for none; the rest is at ``upstream.connection``.
 
-    The request goes there as it came, the client's key included, and says who passed it on. Raises
-    EngineLost where not a byte came, or where the replica says that it cannot serve turns: then it
-    is to be served here.
+    ``head`` says who passes it on. Raises EngineLost where not a byte came, or where the replica
+    says that it cannot serve turns: then it is to be served here.
     """
-    head = RequestHead(scope, passed_on_by=replicas.own)
     await upstream.ask(replica, head, body, 0.0)
     connection = upstream.connection
     assert connection is not None

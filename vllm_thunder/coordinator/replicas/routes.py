@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm_thunder.asgi import path_of, read_body, replay
 from vllm_thunder.coordinator.proxy.connection import EngineLost
 from vllm_thunder.coordinator.proxy.exchange import Exchange
-from vllm_thunder.coordinator.proxy.heads import value_of
+from vllm_thunder.coordinator.proxy.heads import RequestHead, value_of
 from vllm_thunder.coordinator.proxy.proxy import Proxy
 from vllm_thunder.coordinator.proxy.reply import Departure, Reply
 from vllm_thunder.coordinator.proxy.upstream import Upstream
@@ -80,7 +80,8 @@ class ProgramRoutes:
         departure = Departure(receive)
         began = monotonic()
         try:
-            chunk = await first_of_answer(self._replicas, owner, upstream, scope, body)
+            head = RequestHead(scope, passed_on_by=self._replicas.own)
+            chunk = await first_of_answer(self._replicas, owner, upstream, head, body)
             exchange.first_byte_seconds = monotonic() - began
             assert upstream.connection is not None
             await reply.relay(upstream.connection, chunk)
