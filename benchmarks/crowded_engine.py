@@ -1,8 +1,8 @@
 """An engine on loopback that knows programs and computes nothing: its books are real, its work is
 to wait.
 
-A program claims the blocks of its prompt while a turn of it runs, and nothing between two turns:
-such an engine is full of what runs, and has room as soon as that ends.
+A program claims the blocks of its prompt while a turn of it runs. Between two turns it claims
+nothing, unless it is one of those that act: who acts is decided from outside.
 """
 
 import asyncio
@@ -49,6 +49,8 @@ class CrowdedEngine:
     def __init__(self, capacity_blocks: int, turn_seconds: float):
         self.capacity_blocks = capacity_blocks
         self.turn_seconds = turn_seconds
+        #: Programs that keep their claim while no turn of theirs runs.
+        self.acting: set[str] = set()
         #: How often each turn was run, by its last message.
         self.ran: Counter[str] = Counter()
         #: Turns in flight, by program.
@@ -56,6 +58,8 @@ class CrowdedEngine:
         #: Context of each program that it knows, in tokens.
         self.context_tokens: dict[str, int] = {}
         self.url = ""
+        #: Released while a turn of theirs ran.
+        self._ending: set[str] = set()
         #: When each program changed, or went, counted in changes.
         self._changed: dict[str, int] = {}
         self._gone: dict[str, int] = {}
@@ -64,8 +68,9 @@ class CrowdedEngine:
 
     @property
     def claimed_blocks(self) -> int:
-        """Blocks of what runs."""
-        return sum(ceil(self.context_tokens[name] / _BLOCK) for name in self.running)
+        """Blocks of what runs, and of what acts."""
+        claimants = self.acting.union(self.running)
+        return sum(ceil(self.context_tokens[name] / _BLOCK) for name in claimants)
 
     async def start(self) -> None:
         app = web.Application(client_max_size=2**30)
@@ -125,15 +130,25 @@ class CrowdedEngine:
         finally:
             self.running[program_id] -= 1
             self.running += Counter()  # those with none are not kept
-            self.tell(program_id)
+            if program_id in self._ending and program_id not in self.running:
+                self._forget(program_id)
+            else:
+                self.tell(program_id)
 
     async def _release(self, request: web.Request) -> web.Response:
         program_id = (await request.json())["program_id"]
-        known = program_id in self.context_tokens and program_id not in self.running
-        if known:
-            del self.context_tokens[program_id]
-            self.tell(program_id, gone=True)
+        known = program_id in self.context_tokens
+        if program_id in self.running:
+            self._ending.add(program_id)
+        elif known:
+            self._forget(program_id)
         return web.json_response({"program_id": program_id, "released": known})
+
+    def _forget(self, program_id: str) -> None:
+        del self.context_tokens[program_id]
+        self.acting.discard(program_id)
+        self._ending.discard(program_id)
+        self.tell(program_id, gone=True)
 
     async def _report(self, request: web.Request) -> web.Response:
         after, wait = request.query["after"], float(request.query["wait"])
@@ -150,13 +165,18 @@ class CrowdedEngine:
             memory=MemoryReport(
                 self.capacity_blocks, room, _SEATS, [(_BLOCK, None)], 1e-6, claimed_blocks=claimed
             ),
-            programs=[
-                ProgramReport(
-                    name, self.context_tokens[name], 0, name in self.running, self.running[name]
-                )
-                for name, at in self._changed.items()
-                if at > known
-            ],
+            programs=[self._told_of(name) for name, at in self._changed.items() if at > known],
             gone=[name for name, at in self._gone.items() if after and at > known],
         )
         return web.Response(body=msgspec.json.encode(report), content_type="application/json")
+
+    def _told_of(self, name: str) -> ProgramReport:
+        tokens = self.context_tokens[name]
+        acts = name in self.acting
+        return ProgramReport(
+            program_id=name,
+            context_tokens=tokens,
+            resident_blocks=ceil(tokens / _BLOCK) if acts else 0,
+            claimed=acts or name in self.running,
+            turns_in_flight=self.running[name],
+        )
