@@ -135,6 +135,11 @@ class Ranks(ProgramEngine):
         self.chat = self.work
         self.stuck = set()
 
+    def has_room(self, *rooms):
+        for rank, room in zip(self.books, rooms, strict=True):
+            rank.room = room
+            rank.tell()
+
     async def _answer(self, path, query, request, wire):
         if path == "/programs/changes":
             rank = self.books[int(query["rank"][0])]
@@ -165,27 +170,29 @@ async def test_scenario_6_turns_stay_on_their_rank_and_a_rank_that_holds_stalls_
 
         homes = {f"p{n}": await rank_of(f"p{n}") for n in range(8)}
         assert set(homes.values()) == {0, 1}
-        for _ in range(5):
-            await until(lambda: all(program.claimed for program in control.fleet))
-            together = await asyncio.gather(*map(rank_of, homes))
-            assert together == list(homes.values())
+        server.has_room(0.0, 0.0)  # but for those who are there
+        ranks = list(control.fleet.backends.values())
+        await until(lambda: not any(backend.room for backend in ranks))
+        async with asyncio.timeout(5):
+            for _ in range(5):
+                await until(lambda: all(program.claimed for program in control.fleet))
+                together = await asyncio.gather(*map(rank_of, homes))
+                assert together == list(homes.values())
         server.stuck.add(0)
         on_0 = [program_id for program_id, rank in homes.items() if rank == 0]
         on_1 = [program_id for program_id, rank in homes.items() if rank == 1]
         stuck = [await Client.to(port) for _ in on_0]
         for client, program_id in zip(stuck, on_0, strict=True):
             client.send(turn(program_id))
-        server.books[0].room = -10.0
-        server.books[0].tell()
-        backend = control.fleet.backends[f"{server.url}#0"]
-        await until(lambda: backend.room < 0 and len(backend.running) == len(on_0))
+        server.has_room(-10.0, 1000.0)
+        await until(lambda: ranks[1].room > 0 and len(ranks[0].running) == len(on_0))
         async with asyncio.timeout(5):
             for _ in range(5):
                 assert await asyncio.gather(*map(rank_of, on_1)) == [1] * len(on_1)
             assert [await rank_of(f"new {n}") for n in range(4)] == [1] * 4
         for client in stuck:
             client.leave()
-        await until(lambda: not backend.running)
+        await until(lambda: not ranks[0].running)
 
 
 # -- 7: capacity unknown -----------------------------------------------------------------
