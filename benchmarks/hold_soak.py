@@ -92,6 +92,7 @@ class Probe:
         self._cpu_before = self._cpu_seconds()
 
     async def sample(self) -> Sample:
+        open_files = self.open_files()  # without the connection of the question below
         async with self._session.get(f"{self._url}/metrics") as answer:
             text = await answer.text()
         now, cpu = time.monotonic(), self._cpu_seconds()
@@ -101,7 +102,7 @@ class Probe:
         return Sample(
             seconds=round(now - self._began, 2),
             rss_mib=resident_pages * resource.getpagesize() / 2**20,
-            open_files=self.open_files(),
+            open_files=open_files,
             cpu_share=round(share, 4),
             decision_ms=round(_metric(text, "decision_seconds") * 1000, 4),
             held_turns=int(_metric(text, "held_turns")),
@@ -299,6 +300,7 @@ async def run(programs: int, seconds: float) -> dict[str, Any]:
             )
         )
         await until_up(session, url, ENGINES)
+        await asyncio.sleep(0.5)  # the connections of those questions are gone
         probe = Probe(session, url, pid)
         at_rest = await probe.sample()
         load = Load(session, url, everybody)
@@ -318,6 +320,7 @@ async def run(programs: int, seconds: float) -> dict[str, Any]:
             await asyncio.gather(running, return_exceptions=True)
         problems = [*load.problems, *not_once(load, engines)]
         problems += await left_over(session, url, engines, probe, at_rest.open_files)
+        await asyncio.sleep(0.5)
         after = await probe.sample()
         least = min(sample.held_turns for sample in samples)
         if least < programs:
