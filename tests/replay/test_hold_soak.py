@@ -4,8 +4,9 @@ import aiohttp
 import pytest
 
 from benchmarks import hold_soak
+from benchmarks.coordinator_probe import Sample, drift
 from benchmarks.crowded_engine import CrowdedEngine
-from benchmarks.hold_soak import FLAT, Load, Sample, drift, not_once, run
+from benchmarks.hold_soak import FLAT, Load, not_once, run
 
 PROGRAMS = 40
 
