@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.coordinator.fake_engine import chunked, hang, whole
+from tests.coordinator.fake_engine import chunked, hang, reset, whole
 from tests.coordinator.front import ask, post
 from tests.coordinator.program_engine import (
     ProgramEngine,
@@ -143,6 +143,24 @@ async def test_an_engine_that_dies_is_used_again_when_it_is_back(engines):
         await home.start()
         await until_up(control, 2)
         assert (await ask(port, get("/health"))).json()["status"] == "ok"
+
+
+async def test_an_engine_that_was_unwell_for_a_moment_is_used_again(engines):
+    """Its feed never broke: only an exchange did, and then a probe."""
+    async with coordinator(launch(engines)) as (port, control):
+        await until_up(control, 2)
+        await ask(port, turn("p"))
+        home, other = sorted(engines, key=lambda engine: not engine.calls)
+        home.tell(ProgramReport("p", 160, 10, True))
+        await until(lambda: control.fleet.get("p").claimed)
+        answers, home.chat, home.healthy = home.chat, reset, False
+        assert (await ask(port, turn("p"))).status == 200
+        assert len(other.calls) == 1
+        assert not control.fleet.backends[home.url].usable
+        home.tell()
+        home.chat, home.healthy = answers, True
+        await until_up(control, 2)
+        assert control.fleet.backends[home.url].problem is None
 
 
 async def test_an_engine_that_hangs_is_down_after_its_time_and_its_turns_go_elsewhere(engines):

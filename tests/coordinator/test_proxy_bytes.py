@@ -106,14 +106,15 @@ async def test_an_answer_is_what_the_engine_sent(kind, label):
         assert not front.failures
 
 
+@pytest.mark.parametrize("stock", [False, True], ids=["knows programs", "stock"])
 @pytest.mark.parametrize("options", [None, {"include_usage": True}, {"include_usage": False}])
-async def test_usage_options_change_nothing(options):
+async def test_usage_options_change_nothing(options, stock):
     body = {**LABELLED, "stream": True}
     if options is not None:
         body["stream_options"] = options
     async with running_front() as front:
         engine = FakeEngine(usage_on_request())
-        await front.add(engine)
+        await front.add(engine, stock=stock)
         direct = await ask(engine.port, post(body))
         assert (await front.ask(post(body))).body == direct.body
         assert (b"usage" in direct.body) is bool(options and options["include_usage"])

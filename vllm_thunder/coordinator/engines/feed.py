@@ -86,6 +86,7 @@ class Feed:
         self._follow = follow
         self._on_down = on_down
         self._asking: asyncio.Task[bool] | None = None
+        self._following: asyncio.Future[None] | None = None
 
     async def run(self) -> None:
         """Follow the engine, and try again when it was down, until it is taken out."""
@@ -96,7 +97,7 @@ class Feed:
                 await self._check(backend)
                 retry = _FIRST_RETRY
                 self._dispatcher.came_up(backend)
-                await self._follow()
+                await self._follow_while_well()
             except EngineError as error:
                 leaving = backend.health is Health.LEAVING
                 self._down(str(error))
@@ -117,6 +118,20 @@ class Feed:
         self._down(f"{self._client.url}: does not answer /health any more")
         return False
 
+    async def _follow_while_well(self) -> None:
+        """Follow until that fails, or until an exchange finds the engine down: what it tells then
+        says nothing of whether it is used again. Raises EngineError."""
+        self._following = following = asyncio.ensure_future(self._follow())
+        try:
+            await asyncio.wait([following])
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+            self._following = None
+        if following.cancelled():
+            raise EngineError(self._backend.problem or f"{self._client.url}: was found down")
+        following.result()
+
     def _down(self, problem: str) -> None:
         backend = self._backend
         if backend.problem != problem:
@@ -125,3 +140,5 @@ class Feed:
         if backend.health is not Health.DOWN:
             self._dispatcher.went_down(backend)
             self._on_down(backend)
+            if self._following is not None:
+                self._following.cancel()

@@ -56,9 +56,15 @@ class Departure:
         return self.seen and self._task.uncancel() == 0
 
     async def _watch(self, receive: Receive) -> None:
-        while (message := await receive())["type"] != "http.disconnect":
-            if self._on_message is not None:
-                await self._on_message(message)
+        try:
+            while (message := await receive())["type"] != "http.disconnect":
+                if self._on_message is not None:
+                    await self._on_message(message)
+        except asyncio.CancelledError:
+            # Kept by the task, its traceback would hold the whole request in a cycle until a full
+            # garbage collection, and with thousands of held turns these are rare.
+            if not self._over:
+                raise
         if not self._over:
             self.seen = True
             self._task.cancel()
