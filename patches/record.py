@@ -33,7 +33,6 @@ PINNED = (
     "vllm/v1/core/kv_cache_coordinator.py",
     "vllm/v1/core/single_type_kv_cache_manager.py",
     # where a request gets its internal id, and how n > 1 copies it with its turn
-    "vllm/v1/engine/async_llm.py",
     "vllm/v1/engine/llm_engine.py",
     "vllm/v1/engine/parallel_sampling.py",
     # the launcher, our routes, our middleware and the API key

@@ -1,5 +1,5 @@
 """SIGTERM: with ``--shutdown-timeout`` every turn ends first, held ones too; without it all are
-aborted. No turn hangs, and the server ends with status 0."""
+aborted. No turn hangs, whatever the engine does, and the server ends with status 0."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -83,6 +83,30 @@ async def test_sigterm_drains(small_client: Client, small_server: Server) -> Non
 async def ended(server: Server) -> int | None:
     """The exit status of a server that was told to end."""
     return await asyncio.to_thread(server.process.wait, 60)
+
+
+async def test_sigterm_while_the_engine_hangs(serve_with: ServeWith) -> None:
+    """vLLM kills an engine core that does not end at once: nobody waits for its answers then."""
+    with serve_with() as server:
+        async with (
+            Client(server.url, KEY) as client,
+            client.generating(words(50, "labelled"), "labelled") as labelled,
+            client.generating(words(50, "unlabelled")) as unlabelled,
+        ):
+            await labelled.take(1)
+            await unlabelled.take(1)
+            for core in server.engine_cores:
+                core.suspend()
+            requests = (("GET", "/programs/labelled"), ("GET", "/programs/changes?after=&wait=60"))
+            asked = [asyncio.create_task(client.request(*request)) for request in requests]
+            await asyncio.sleep(0.5)
+            server.process.terminate()
+            async with asyncio.timeout(40):
+                for stream in (labelled, unlabelled):
+                    assert "error" in (await stream.rest())[-1]
+                for status, text in await asyncio.gather(*asked):
+                    assert status in (500, 503), text
+        assert await ended(server) == 0
 
 
 async def test_sigterm_without_a_timeout_aborts(ending_server: Server) -> None:

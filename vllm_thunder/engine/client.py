@@ -59,7 +59,10 @@ class EnginePrograms:
 
         Raises vLLM's EngineDeadError when an engine core is gone.
         """
-        return await self._core.call_utility_all_async("programs", op, *args)
+        answers: list[Any] = await self._while_alive(
+            self._core.call_utility_all_async("programs", op, *args)
+        )
+        return answers
 
     async def release(self, program_id: str) -> dict[str, Any]:
         """End a program: at once, or when its turns in flight have ended."""
@@ -115,18 +118,12 @@ class EnginePrograms:
         Raises vLLM's EngineDeadError when an engine core is gone, also while this waits.
         """
         core = self._core
-        question = asyncio.ensure_future(
+        report: bytes = await self._while_alive(
             core._call_utility_async(
                 "programs", "changes", after, str(wait), engine=core.core_engines[rank]
             )
         )
-        try:
-            while not (await asyncio.wait({question}, timeout=_ALIVE_SECONDS))[0]:
-                core.ensure_alive()  # vLLM leaves a call open whose engine core has died
-            report: bytes = question.result()
-            return report
-        finally:
-            question.cancel()
+        return report
 
     async def metrics(self) -> dict[str, Any]:
         """What :class:`vllm_thunder.engine.metrics.ProgramCollector` renders."""
@@ -135,6 +132,17 @@ class EnginePrograms:
     async def end_turn(self, program_id: str, turn_id: str) -> None:
         """The HTTP request of a turn that fans out is over."""
         await self.call("turn_end", program_id, turn_id)
+
+    async def _while_alive(self, question: Coroutine[Any, Any, Any]) -> Any:
+        """vLLM leaves a call open whose engine core has died, and with it the client and a server
+        that is shutting down."""
+        asked = asyncio.ensure_future(question)
+        try:
+            while not (await asyncio.wait({asked}, timeout=_ALIVE_SECONDS))[0]:
+                self._core.ensure_alive()
+            return asked.result()
+        finally:
+            asked.cancel()
 
 
 class FreshAnswer:
