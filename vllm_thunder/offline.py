@@ -12,20 +12,22 @@ from vllm_thunder.program.config import CONFIG_KEY, ThunderConfig
 from vllm_thunder.program.context import current_turn
 from vllm_thunder.program.errors import ConfigError, IdentityError
 from vllm_thunder.program.turn import Turn
+from vllm_thunder.program.values import program_id_of
 
 __all__ = ["LLM"]
 
 _SCHEDULER = "vllm_thunder.engine.ProgramScheduler"
 
-ProgramIds = str | Sequence[str | None] | None
+ProgramIds = str | int | Sequence[str | int | None] | None
 
 
 class LLM(vllm.LLM):
     """``vllm.LLM`` scheduled by program.
 
-    ``generate`` and ``chat`` take ``program_id``: one id for all prompts, or a sequence with an id
-    (or None: unlabelled) for each. ``thunder`` holds settings of
-    :class:`~vllm_thunder.program.config.ThunderConfig`. Everything else is vLLM's.
+    ``generate`` and ``chat`` take ``program_id``: one id (text, or an integer as its decimals) that
+    all prompts are turns of, or a sequence with an id (or None: unlabelled) for each. ``thunder``
+    holds settings of :class:`~vllm_thunder.program.config.ThunderConfig`. Everything else is
+    vLLM's.
     """
 
     def __init__(self, *args: Any, thunder: dict[str, Any] | None = None, **kwargs: Any):
@@ -53,9 +55,9 @@ class LLM(vllm.LLM):
         with self._serving(program_id, messages):
             return super().chat(messages, *args, **kwargs)
 
-    def release(self, program_id: str) -> dict[str, Any]:
-        """The program has ended: its memory is reused first. Idempotent."""
-        return self._programs("release", program_id)
+    def release(self, program_id: str | int) -> dict[str, Any]:
+        """The program has ended: its memory is reused first. Idempotent. Raises IdentityError."""
+        return self._programs("release", program_id_of(program_id))
 
     def programs(self) -> list[dict[str, Any]]:
         """All programs, as ``GET /programs`` of the server describes them."""
@@ -102,16 +104,13 @@ def _turns(program_id: ProgramIds) -> Iterator[Turn | None] | None:
     """One turn per prompt, in order; None when nothing is labelled."""
     if program_id is None:
         return None
-    if isinstance(program_id, str):
-        return iter(lambda: _turn(program_id), None)
-    if not isinstance(program_id, Sequence):
-        raise IdentityError("program_id", f"{program_id!r} is not a string or a sequence of them")
-    return iter([None if one is None else _turn(one) for one in program_id])
+    if isinstance(program_id, Sequence) and not isinstance(program_id, str):
+        return iter([None if one is None else _turn(program_id_of(one)) for one in program_id])
+    same = program_id_of(program_id)
+    return iter(lambda: _turn(same), None)
 
 
 def _turn(program_id: str) -> Turn:
-    if not isinstance(program_id, str) or not program_id:
-        raise IdentityError("program_id", f"{program_id!r} is not a non-empty string")
     return Turn(program_id, turn_id=uuid4().hex)
 
 

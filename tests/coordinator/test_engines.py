@@ -57,7 +57,18 @@ async def test_an_engine_that_is_taken_out_ends_its_turns_first(engines):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "http://", "https:///", "http://:8000", "ftp://a", "http://a:port", "a?b", "a b"]
+    "text",
+    [
+        "",
+        "http://",
+        "https:///",
+        "http://:8000",
+        "ftp://a",
+        "http://a:port",
+        "a?b",
+        "a b",
+        "http://a/v1/",
+    ],
 )
 def test_an_address_that_is_none(text):
     with pytest.raises(ConfigError, match="engine"):

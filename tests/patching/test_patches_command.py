@@ -180,7 +180,7 @@ def test_an_image_can_bake_the_fork(released: Site, tmp_path: Path) -> None:
     check = released.run(COMMAND, "check")
     assert check.returncode == 0, check.stderr
     assert f"{len(TARGETS)} files to patch ({len(TARGETS)} already patched on disk)" in check.stdout
-    baked = sum(len(patch.paths) for patch in FORK.series)
+    baked = sum(len(patch.paths) for patch in load_series(FORK.directory))
     assert released.run(COMMAND, "list").stdout.count("  baked        vllm/") == baked
     again = released.run(COMMAND, "export", str(tmp_path / "again"))
     assert again.returncode == 0, again.stderr

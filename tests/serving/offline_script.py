@@ -5,6 +5,7 @@ Prints one JSON object of what was seen. ``python -m tests.serving.offline_scrip
 
 import json
 import sys
+from functools import partial
 from typing import Any
 
 from vllm_thunder import LLM
@@ -57,11 +58,20 @@ def main(model: str) -> dict[str, Any]:
     outputs = llm.generate(large, four, program_id=[f"large {number}" for number in range(8)])
     seen["large"] = [len(output.outputs[0].token_ids) for output in outputs]
 
-    for wrong in (["a"], [1] * 6, 7, ""):
+    wrongs = [
+        partial(llm.generate, prompts, four, program_id=wrong)
+        for wrong in (["a"], [1.5] * 6, 1.5, True, {"a": 1}, "")
+    ]
+    wrongs += [partial(llm.release, wrong) for wrong in (None, ["a"], "")]
+    for call in wrongs:
         try:
-            llm.generate(prompts, four, program_id=wrong)
+            call()
         except Exception as error:
             seen.setdefault("errors", []).append(type(error).__name__)
+    llm.generate(prompts, four, program_id=[1, 1, 1, 2, 2, 2])
+    turns = {p["program_id"]: p["turns"] for p in llm.programs()}
+    seen["integers"] = {name: turns[name] for name in ("1", "2")}
+    llm.release(1)
     seen["after_errors"] = len(llm.generate(prompts, four, program_id="after")[0].outputs)
 
     seen["released"] = [llm.release("a")["released"], llm.release("a")["released"]]

@@ -171,6 +171,8 @@ def launch_of(args: argparse.Namespace) -> "Launch":
     urls = [engine_url(text) for text in args.engines.split(",") if text.strip()]
     if repeated := {url for url in urls if urls.count(url) > 1}:
         raise ConfigError(f"--engines: {', '.join(sorted(repeated))} is named twice")
+    if args.engines_file is not None and not args.engines_file.is_file():
+        raise ConfigError(f"--engines-file: {args.engines_file} is not a file")
     replica, replicas = replica_urls(args.replicas, args.replica)
     return Launch(
         config=config,

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import signal
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -148,8 +149,9 @@ async def running_coordinator(launch: Launch) -> AsyncIterator[tuple[Coordinator
 async def serve(launch: Launch, server: uvicorn.Config) -> None:
     """Until SIGTERM or SIGINT, in the main thread. ``server``: where and how; its application is
     replaced."""
-    async with running_coordinator(launch) as (app, _):
+    async with running_coordinator(launch) as (app, control):
         server.app = app
+        print(_begins(server, control), file=sys.stderr, flush=True)
         # When it has stopped, uvicorn raises the signal again for whoever was there before it: that
         # must not end the process, engines and collectors are still to be told.
         stops = (signal.SIGINT, signal.SIGTERM)
@@ -159,6 +161,16 @@ async def serve(launch: Launch, server: uvicorn.Config) -> None:
         finally:
             for number, handler in zip(stops, before, strict=True):
                 signal.signal(number, handler)
+
+
+def _begins(server: uvicorn.Config, control: Control) -> str:
+    """For whoever has started it by hand."""
+    scheme = "https" if server.is_ssl else "http"
+    up, unreachable = len(control.fleet.backends), len(control.engines.unreachable)
+    text = f"vllm_thunder coordinate: {scheme}://{server.host}:{server.port}, {up} engines"
+    if unreachable:
+        text += f", {unreachable} servers that do not answer yet"
+    return text if up or unreachable else text + ": POST /engines adds one"
 
 
 def _tracing_to(endpoint: str) -> "Tracing":

@@ -270,7 +270,10 @@ def engine_url(text: str) -> str:
     url = text.strip()
     url = url if "//" in url else f"http://{url}"
     origin_of(url)
-    return url.rstrip("/")
+    url = url.rstrip("/")
+    if url.endswith("/v1"):
+        raise ConfigError(f"engine {url!r}: leave /v1 out, it is part of what is asked for")
+    return url
 
 
 def _lines(text: str) -> Iterable[str]:
