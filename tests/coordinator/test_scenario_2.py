@@ -135,7 +135,7 @@ async def test_scenario_2_pauses_restores_and_moves_race_10000_turns():
         assert agents.answered.total() == len(agents.answered) == agents.sent
         ran = sum((engine.ran for engine in [*engines, *unrest.left]), Counter())
         assert ran == agents.answered
-        assert fleet.moves > 100
+        assert fleet.counts.moves > 100
         assert min(unrest.happened[kind] for kind in ("pause", "restore", "room", "freeze")) > 10
         assert len(unrest.left) > 5
         for number in range(PROGRAMS):

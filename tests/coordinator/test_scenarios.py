@@ -317,7 +317,7 @@ async def test_scenario_17_with_a_key_everything_works_and_with_another_nothing_
             refused = await ask(port, method(*arguments, ANOTHER))
             assert refused.status == 401
             assert "key" in refused.json()["error"]["message"]
-            assert len(control.fleet) == control.fleet.created == 0
+            assert len(control.fleet) == control.fleet.counts.programs_created == 0
         assert not any(engine.calls or engine.released for engine in engines)
         for name, (method, *arguments) in requests.items():
             answer = await ask(port, method(*arguments, OURS))

@@ -28,6 +28,7 @@ def report():
     import traceback
 
     import vllm.v1.core.sched.scheduler
+    import vllm.v1.engine.async_llm
     import vllm.v1.engine.core as core
     import vllm.v1.engine.core_client
     import vllm.v1.engine.input_processor
