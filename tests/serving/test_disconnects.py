@@ -64,7 +64,7 @@ async def test_one_of_eight_turns_ends(client: Client) -> None:
                 stream.cut()
 
     turns = [asyncio.create_task(turn(number, 3000)) for number in range(7)]
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):  # it ends a hang; how long a busy machine takes says nothing
         await started.wait()
     assert (await client.program("eight"))["turns_in_flight"] == 7
     await turn(7, 5)
