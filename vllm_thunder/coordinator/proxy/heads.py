@@ -15,6 +15,7 @@ __all__ = [
     "Headers",
     "RequestHead",
     "answer_headers",
+    "request_id_of",
     "trace_id_of",
     "value_of",
 ]
@@ -127,9 +128,14 @@ def value_of(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes:
     return next((value for key, value in headers if key == name), b"")
 
 
-def trace_id_of(traceparent: bytes | None) -> str | None:
+def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """The id that a client gave its request."""
+    return value_of(headers, b"x-request-id").decode("latin-1") or None
+
+
+def trace_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
     """The trace that a request says it is part of, in 32 hexadecimal digits."""
-    match = None if traceparent is None else _TRACE_ID.fullmatch(traceparent)
+    match = _TRACE_ID.fullmatch(value_of(headers, TRACEPARENT))
     return None if match is None else match[1].decode()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -17,11 +18,15 @@ from vllm_thunder.coordinator.prompts.usage import AnswerTokens
 from vllm_thunder.coordinator.proxy.answers import STREAM_PATHS, event_of_answer
 from vllm_thunder.coordinator.proxy.connection import Connection, EngineLost
 from vllm_thunder.coordinator.proxy.exchange import Exchange, Outcome
-from vllm_thunder.coordinator.proxy.heads import TRACEPARENT, RequestHead, trace_id_of, value_of
+from vllm_thunder.coordinator.proxy.heads import (
+    RequestHead,
+    request_id_of,
+    trace_id_of,
+    value_of,
+)
 from vllm_thunder.coordinator.proxy.reply import Departure, Reply, is_stream
 from vllm_thunder.coordinator.proxy.request_body import BodyTooLarge, body_within
-from vllm_thunder.coordinator.proxy.upstream import PERHAPS_DOWN, Upstream
-from vllm_thunder.coordinator.replicas.ask import first_of_answer
+from vllm_thunder.coordinator.proxy.upstream import Upstream
 from vllm_thunder.coordinator.replicas.replicas import Replicas
 from vllm_thunder.program.body import acceptable_body
 from vllm_thunder.program.endpoints import REPLICA_HEADER, WAITED_HEADER
@@ -82,12 +87,11 @@ class ModelCall:
         self._span = None if proxy.tracing is None else proxy.tracing.begin(headers)
         #: A turn's is the turn's.
         self._call_id = new_turn_id()
-        named = dict(reversed(headers))  # of a repeated header the first
         span = self._span
         self._exchange = Exchange(
             self._path,
-            request_id=named.get(b"x-request-id", b"").decode("latin-1") or self._call_id,
-            trace_id=trace_id_of(named.get(TRACEPARENT)) if span is None else span.trace_id,
+            request_id=request_id_of(headers) or self._call_id,
+            trace_id=trace_id_of(headers) if span is None else span.trace_id,
         )
         self._reply = Reply(self._path, send, self._exchange)
         self._upstream = Upstream(proxy.pool, proxy.ongoing, proxy.connect_seconds)
@@ -207,7 +211,8 @@ class ModelCall:
         sent = monotonic()
         try:
             head = self._traced(RequestHead(self._scope, passed_on_by=replicas.own))
-            chunk = await first_of_answer(replicas, owner, self._upstream, head, self._body)
+            await self._upstream.ask(owner, head, self._body, 0.0)
+            chunk = await self._upstream.first_chunk(partial(replicas.still_well, owner))
             chunk = await self._begun(chunk, sent)
         except EngineLost:
             self._upstream.drop()
@@ -284,12 +289,10 @@ class ModelCall:
         waited = 0.0 if dispatch is None else dispatch.waited + dispatch.credit
         self._note_sent(backend)
         await self._upstream.ask(backend, self._head, self._body_for(backend), waited)
-        connection = self._upstream.connection
-        assert connection is not None
-        if connection.status in PERHAPS_DOWN and not await self._proxy.on_failure(backend):
-            raise EngineLost(f"it answered {connection.status} and is down")
-        chunk = await self._begun(await connection.chunk(), sent)
-        if is_stream(connection):
+        chunk = await self._upstream.first_chunk(partial(self._proxy.on_failure, backend))
+        chunk = await self._begun(chunk, sent)
+        assert self._upstream.connection is not None
+        if is_stream(self._upstream.connection):
             self._proxy.calls.first_byte(backend, self._call_id)
         return chunk
 

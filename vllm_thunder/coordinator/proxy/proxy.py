@@ -14,7 +14,7 @@ from vllm_thunder.coordinator.fleet.backend import Backend
 from vllm_thunder.coordinator.fleet.fleet import Fleet
 from vllm_thunder.coordinator.proxy.connection import Connection, EngineLost
 from vllm_thunder.coordinator.proxy.exchange import Exchange, Outcome
-from vllm_thunder.coordinator.proxy.heads import RequestHead, value_of
+from vllm_thunder.coordinator.proxy.heads import RequestHead, request_id_of, value_of
 from vllm_thunder.coordinator.proxy.model_call import ModelCall
 from vllm_thunder.coordinator.proxy.pool import ConnectionPool
 from vllm_thunder.coordinator.proxy.reply import Departure, Reply
@@ -92,8 +92,8 @@ class Proxy:
     async def pass_on(self, scope: Scope, receive: Receive, send: Send, backend: Backend) -> None:
         """Serve any other request by one engine, its body passed on as it comes."""
         path = path_of(scope)
-        request_id = value_of(scope["headers"], b"x-request-id").decode("latin-1")
-        exchange = Exchange(path, request_id=request_id or None, backend_id=backend.backend_id)
+        request_id = request_id_of(scope["headers"])
+        exchange = Exchange(path, request_id=request_id, backend_id=backend.backend_id)
         reply = Reply(path, send, exchange)
         upstream = Upstream(self.pool, self.ongoing, self.connect_seconds)
         passage = _Passage(self, scope, upstream, reply, exchange)

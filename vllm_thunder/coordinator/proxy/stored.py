@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -12,10 +13,10 @@ from vllm_thunder.asgi import path_of
 from vllm_thunder.coordinator.fleet.backend import Backend, Health
 from vllm_thunder.coordinator.proxy.connection import EngineLost
 from vllm_thunder.coordinator.proxy.exchange import Exchange, Outcome
-from vllm_thunder.coordinator.proxy.heads import RequestHead, value_of
+from vllm_thunder.coordinator.proxy.heads import RequestHead, request_id_of
 from vllm_thunder.coordinator.proxy.reply import Departure, Reply
 from vllm_thunder.coordinator.proxy.request_body import BodyTooLarge, body_within
-from vllm_thunder.coordinator.proxy.upstream import PERHAPS_DOWN, Upstream
+from vllm_thunder.coordinator.proxy.upstream import Upstream
 
 if TYPE_CHECKING:
     from vllm_thunder.coordinator.proxy.proxy import Proxy
@@ -38,10 +39,9 @@ class StoredCall:
 
     def __init__(self, proxy: Proxy, scope: Scope, send: Send):
         path = path_of(scope)
-        request_id = value_of(scope["headers"], b"x-request-id").decode("latin-1")
         self._proxy = proxy
         self._scope = scope
-        self._exchange = Exchange(path, request_id=request_id or None)
+        self._exchange = Exchange(path, request_id=request_id_of(scope["headers"]))
         self._reply = Reply(path, send, self._exchange)
         self._upstream = Upstream(proxy.pool, proxy.ongoing, proxy.connect_seconds)
         #: Of servers that may know the response and cannot say so.
@@ -118,11 +118,7 @@ class StoredCall:
         exchange.attempts = 1 + len(self._suspects)  # who says 404 has answered
         sent = monotonic()
         await self._upstream.ask(backend, head, body, 0.0)
-        connection = self._upstream.connection
-        assert connection is not None
-        if connection.status in PERHAPS_DOWN and not await self._proxy.on_failure(backend):
-            raise EngineLost(f"it answered {connection.status} and is down")
-        chunk = await connection.chunk()
+        chunk = await self._upstream.first_chunk(partial(self._proxy.on_failure, backend))
         exchange.first_byte_seconds = monotonic() - sent
         return chunk
 

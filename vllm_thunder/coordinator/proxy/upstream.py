@@ -1,16 +1,17 @@
 """The server's side of one exchange: a connection, and how it is broken off from outside."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from vllm_thunder.coordinator.proxy.connection import Connection, EngineLost
 from vllm_thunder.coordinator.proxy.heads import RequestHead
 from vllm_thunder.coordinator.proxy.pool import ConnectionPool, Origin, origin_of
 
-__all__ = ["PERHAPS_DOWN", "Ongoing", "Server", "Upstream"]
+__all__ = ["Ongoing", "Server", "Upstream"]
 
 #: Answers that a server which is going down may give to anything.
-PERHAPS_DOWN = frozenset({500, 502, 503, 504})
+_PERHAPS_DOWN = frozenset({500, 502, 503, 504})
 
 
 class Server(Protocol):
@@ -96,6 +97,18 @@ class Upstream:
         self.connection = await self._connect(origin)
         self.connection.send(data, body, head_only=head_only)
         await self.connection.answered()
+
+    async def first_chunk(self, still_well: Callable[[], Awaitable[bool]]) -> bytes:
+        """The first bytes of the body of what :meth:`ask` was answered, b"" for none.
+
+        ``still_well()``: whether the server serves, asked when its answer is one that a server
+        which is going down gives to anything. Raises EngineLost when it does not, or broke off.
+        """
+        connection = self.connection
+        assert connection is not None
+        if connection.status in _PERHAPS_DOWN and not await still_well():
+            raise EngineLost(f"it answered {connection.status} and is down")
+        return await connection.chunk()
 
     async def open(self, server: Server, head: RequestHead, length: int | None) -> Connection:
         """Send the head of a request on a new connection; its body of ``length`` bytes follows, in

@@ -1,6 +1,7 @@
 """Requests about one program, other than its turns: they go where the program is."""
 
 import asyncio
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -14,7 +15,6 @@ from vllm_thunder.coordinator.proxy.heads import RequestHead, value_of
 from vllm_thunder.coordinator.proxy.proxy import Proxy
 from vllm_thunder.coordinator.proxy.reply import Departure, Reply
 from vllm_thunder.coordinator.proxy.upstream import Upstream
-from vllm_thunder.coordinator.replicas.ask import first_of_answer
 from vllm_thunder.coordinator.replicas.replicas import Replica, Replicas
 from vllm_thunder.program.endpoints import REPLICA_HEADER
 from vllm_thunder.program.errors import IdentityError
@@ -81,7 +81,8 @@ class ProgramRoutes:
         began = monotonic()
         try:
             head = RequestHead(scope, passed_on_by=self._replicas.own)
-            chunk = await first_of_answer(self._replicas, owner, upstream, head, body)
+            await upstream.ask(owner, head, body, 0.0)
+            chunk = await upstream.first_chunk(partial(self._replicas.still_well, owner))
             exchange.first_byte_seconds = monotonic() - began
             assert upstream.connection is not None
             await reply.relay(upstream.connection, chunk)
