@@ -73,6 +73,24 @@ def test_where_it_has_moved_from_may_forget_it():
     assert (dispatch.backend.backend_id, dispatch.left.backend_id) == ("e1", "e0")
 
 
+def test_an_engine_that_tells_of_a_program_gone_under_a_turn_is_told_when_it_moves_on():
+    """It was told to forget it, it came back, and the answer to the former comes in between."""
+    desk = Desk([100, 100])
+    desk.send("p", 50)
+    ((_, where),) = desk.decide()
+    desk.say(where, gone=["p"])
+    program = desk.fleet.get("p")
+    assert program.home is None
+    desk.end("p")
+    desk.report(where, 0)
+    desk.send("p", 50)
+    (sent,) = desk.fleet.reconcile(desk.now)
+    assert sent.backend.backend_id != where
+    assert sent.left.backend_id == where
+    assert program.perhaps_at is None
+    assert program.moves == 0
+
+
 def test_what_an_engine_knows_of_is_in_its_room_and_counts_once():
     desk = Desk([100])
     desk.send("p", 50)

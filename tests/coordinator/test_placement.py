@@ -6,12 +6,21 @@ from tests.coordinator.desk import Desk
 from vllm_thunder.coordinator.fleet.backend import Backend
 
 
-def test_the_best_fit_is_the_least_room_that_is_enough():
+def test_while_all_fit_they_spread():
     desk = Desk([100, 40, 60])
+    for name in ("p", "q"):
+        desk.send(name, 50)
+    assert desk.decide() == [("p", "e0"), ("q", "e2")]
+    desk.send("r", 40)  # what was placed counts before it is reported
+    assert desk.decide() == [("r", "e0")]
+
+
+def test_when_one_does_not_fit_the_others_take_the_least_room_that_is_enough():
+    desk = Desk([100, 40, 60])
+    desk.send("large", 120)
     desk.send("p", 50)
-    assert desk.decide() == [("p", "e2")]
-    desk.send("q", 50)  # what was placed counts before it is reported
-    assert desk.decide() == [("q", "e0")]
+    desk.send("q", 30)
+    assert desk.decide() == [("p", "e2"), ("q", "e1")]
 
 
 def test_what_is_placed_together_is_placed_largest_first():

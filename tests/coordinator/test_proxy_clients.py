@@ -278,7 +278,7 @@ async def test_a_stream_that_has_begun_with_comments_still_goes_elsewhere():
         first, second = FakeEngine(hang), FakeEngine(chunked(b"data: 2\n\n"))
         backend = await front.add(first)
         await front.add(second)
-        front.report(backend, 100)
+        front.report(backend, 5000)
         client = await Client.to(front.port)
         client.send(post(STREAM))
         await client.head()

@@ -38,9 +38,9 @@ LOST_BEFORE_A_BYTE = {
 }
 
 
-def prefer_first(front, body):
-    """Give the first engine the room that makes it the one that ``body`` goes to."""
-    front.report(next(iter(front.engines)), 100 if "program_id" in body else 5000)
+def prefer_first(front):
+    """Give the first engine the most room: then it is the one that requests go to."""
+    front.report(next(iter(front.engines)), 5000)
 
 
 async def engines(front, *answers):
@@ -56,7 +56,7 @@ async def test_a_call_goes_elsewhere_while_no_byte_came(how, body):
     async with running_front() as front:
         first, second = await engines(front, LOST_BEFORE_A_BYTE[how], whole(b'"fine"'))
         down = next(iter(front.engines))
-        prefer_first(front, body)
+        prefer_first(front)
         first.alive = False
         answer = await front.ask(post(body))
         assert (answer.status, answer.body) == (200, b'"fine"')
@@ -72,7 +72,7 @@ async def test_an_engine_that_nobody_listens_for_is_passed_over(body):
     async with running_front() as front:
         first, _ = await engines(front, whole(b"1"), whole(b"2"))
         await first.kill()
-        prefer_first(front, body)
+        prefer_first(front)
         assert (await front.ask(post(body))).body == b"2"
         assert front.done[0].attempts == 2
 
@@ -89,7 +89,7 @@ async def test_what_hangs_with_an_engine_that_is_declared_down_goes_elsewhere(wa
     async with running_front() as front:
         first, _ = await engines(front, whole(b"{}"), whole(b'"fine"'))
         down = next(iter(front.engines))
-        prefer_first(front, body)
+        prefer_first(front)
         if warm:
             await front.ask(post(body))
             first.requests.clear()
@@ -110,7 +110,7 @@ async def test_what_waits_for_a_connection_goes_elsewhere_when_the_engine_is_dec
     async with running_front(connect_seconds=60.0) as front:
         await engines(front, whole(b"1"), whole(b"2"))
         down = next(iter(front.engines))
-        front.report(down, 100)
+        front.report(down, 5000)
 
         async def never(origin):
             await asyncio.Event().wait()
@@ -128,7 +128,7 @@ async def test_an_engine_that_does_not_accept_in_time_is_passed_over():
     async with running_front(connect_seconds=0.05) as front:
         await engines(front, whole(b"1"), whole(b"2"))
         slow = next(iter(front.engines))
-        front.report(slow, 100)
+        front.report(slow, 5000)
         connect = front.pool.connect
 
         async def sometimes(origin):
@@ -205,7 +205,7 @@ async def test_an_error_of_an_engine_that_is_up_is_its_answer(status, body):
     sick = whole(b'{"error": "mine"}', b"%d Oh" % status)
     async with running_front() as front:
         await engines(front, sick, whole(b"2"))
-        prefer_first(front, body)
+        prefer_first(front)
         answer = await front.ask(post(body))
         assert (answer.status, answer.body) == (status, b'{"error": "mine"}')
         assert len(front.failures) == 1
@@ -217,7 +217,7 @@ async def test_an_error_of_an_engine_that_is_up_is_its_answer(status, body):
 async def test_an_error_of_an_engine_that_is_down_is_nobodys(status, body):
     async with running_front() as front:
         first, _ = await engines(front, whole(b"x", b"%d Oh" % status), whole(b"2"))
-        prefer_first(front, body)
+        prefer_first(front)
         first.alive = False
         assert (await front.ask(post(body))).body == b"2"
         assert len(front.failures) == 1

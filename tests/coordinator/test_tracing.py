@@ -238,7 +238,7 @@ async def test_a_held_turns_wait_is_told():
 async def test_a_turn_that_is_sent_again_has_one_span():
     async with traced() as (front, spans):
         first, second = FakeEngine(reset), FakeEngine(whole(b'"fine"'))
-        front.report(await front.add(first), 100)
+        front.report(await front.add(first), 5000)
         await front.add(second)
         first.alive = False
         assert (await front.ask(asking(b"traceparent: " + GIVEN))).body == b'"fine"'

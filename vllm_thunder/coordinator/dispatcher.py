@@ -127,7 +127,7 @@ class Dispatcher:
         now = self._clock()
         self.fleet.ended(program, turn_id, now, refused=refused, cancelled=cancelled)
         if program.ends and not program.in_flight and self.fleet.get(program.program_id) is program:
-            home = program.home
+            home = program.home or program.perhaps_at
             self.fleet.release(program.program_id)
             if home is not None:
                 self.on_forgotten(program.program_id, home)

@@ -338,7 +338,10 @@ class Fleet:
     def _engine_forgot(self, program: Tracked, now: float) -> None:
         """Its home does not know it any more: it was released, or its retention ended."""
         if program.in_flight:
+            home = program.home
             self._leave(program)
+            if home in program.running.values():
+                program.perhaps_at = home  # the turn may come after that was said
             return
         self.counts.programs_ended += program.last_turn is not None
         self.counts.programs_expired += program.last_turn is None
@@ -395,10 +398,11 @@ class Fleet:
         backend.running[program, turn_id] = None
         left = None
         if program.home is not backend:
-            left = program.home
-            if left is not None:
+            if program.home is not None:
                 program.moves += 1
                 self.counts.moves += 1
+            at = program.home or program.perhaps_at
+            left = None if at is backend else at
             self._settle(program, backend)
         credit = backend.credit(waited, self.config)
         if not program.claimed and program not in backend.placed:
@@ -419,7 +423,7 @@ class Fleet:
     def _settle(self, program: Tracked, backend: Backend) -> None:
         self._leave(program)
         self._orphans.discard(program)
-        program.home = backend
+        program.home, program.perhaps_at = backend, None
         backend.residents[program] = None
 
     def _leave(self, program: Tracked) -> None:

@@ -1,7 +1,8 @@
 """Where a program that waits goes: pure decisions over rooms.
 
 ThunderAgent (arXiv 2602.13692, section "Global queue") places paused programs best-fit-decreasing,
-away from where their KV was. We weigh that: to move costs the prefill of what is still resident at
+away from where their KV was. We weigh both. While all that waits fits, memory is not short and the
+engines' computing is: programs spread. And to move costs the prefill of what is still resident at
 home, so a program waits for its home as long as that would cost, and no longer. Knowing nothing of
 when its home has room, it then pays at most twice what knowing would have cost (ski rental).
 """
@@ -10,6 +11,8 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from math import inf
 from typing import NamedTuple
 
 from vllm_thunder.coordinator.fleet.backend import Backend
@@ -31,7 +34,8 @@ class Rooms:
     def __init__(self) -> None:
         self._sorted: list[tuple[float, int, Backend]] = []
         self._entry_of: dict[Backend, tuple[float, int, Backend]] = {}
-        self._added = 0
+        #: Falls with every change, so that of equal rooms the one that changed last comes first.
+        self._age = 0
         #: What :meth:`tried` puts back: each backend's entry before its first change.
         self._before: dict[Backend, tuple[float, int, Backend]] | None = None
         self._seats_taken: Counter[Backend] = Counter()
@@ -55,12 +59,16 @@ class Rooms:
         return None if entry is None else entry[0]
 
     def best_fit(self, blocks: float) -> Backend | None:
-        """The backend with the least room that is enough."""
-        at = bisect_left(self._sorted, (blocks, 0))
+        """The backend with the least room that is enough; of equals the one that changed last."""
+        at = bisect_left(self._sorted, (blocks, -inf))
         return self._sorted[at][2] if at < len(self._sorted) else None
 
-    def largest(self) -> Backend | None:
-        return self._sorted[-1][2] if self._sorted else None
+    def largest(self, blocks: float = -inf) -> Backend | None:
+        """The backend with the most room, if that is enough; of equals the one that changed the
+        longest ago, so that they take turns."""
+        if not self._sorted or self._sorted[-1][0] < blocks:
+            return None
+        return self._sorted[-1][2]
 
     # -- what if -----------------------------------------------------------------------
 
@@ -103,8 +111,8 @@ class Rooms:
     def _put(self, backend: Backend, room: float) -> None:
         if backend.free_seats <= self._seats_taken[backend]:
             room = min(room, 0.0)  # without a seat nothing runs, whatever memory there is
-        self._added += 1
-        entry = (room, self._added, backend)
+        self._age -= 1
+        entry = (room, self._age, backend)
         insort(self._sorted, entry)
         self._entry_of[backend] = entry
 
@@ -114,9 +122,13 @@ class Rooms:
             del self._sorted[bisect_left(self._sorted, entry)]
 
 
-def choose(program: Tracked, blocks: float, rooms: Rooms, now: float, *, due: bool) -> Choice:
+def choose(
+    program: Tracked, blocks: float, rooms: Rooms, now: float, *, due: bool, spread: bool = False
+) -> Choice:
     """Where a program that needs ``blocks`` blocks goes now.
 
+    ``spread``: where no engine has anything of it, to the one with the most room rather than to the
+    one that it fits best.
     ``due``: it has waited for so long that an engine has to take it, room or not: engines serve
     what has waited longest first, and their programs yield to it.
     """
@@ -131,10 +143,11 @@ def choose(program: Tracked, blocks: float, rooms: Rooms, now: float, *, due: bo
             return Choice(kept_at, "its home has room" if home else "others share its prompt there")
         if not due and now < program.settled_until:
             return Choice(None, "waits for the engine where its KV is")
-    fit = rooms.best_fit(blocks)
+    fit = rooms.largest(blocks) if spread else rooms.best_fit(blocks)
     if fit is not None:
+        how = "the most room is" if spread else "it fits best"
         moves = home is not None and fit is not home
-        return Choice(fit, "moves to where it fits best" if moves else "fits best there")
+        return Choice(fit, f"moves to where {how}" if moves else f"goes to where {how}")
     if not due:
         return Choice(None, "no engine has room for it")
     if kept and home is not None:
@@ -154,8 +167,15 @@ def plan(
     program leaves only one of them unused while it waits.
 
     ThunderAgent (arXiv 2602.13692) places best-fit-decreasing: those that may go are placed the
-    largest first, unless they fit in their order only.
+    largest first, unless they fit in their order only. Where all fit as they come, each to the
+    engine with the most room, they go there: to pack them would leave engines idle.
     """
+    seen: list[tuple[Tracked, float]] = []
+    rest = iter(waiting)
+    spread = _spread(rest, seen, rooms, now)
+    if spread is not None:
+        return spread
+    waiting = chain(seen, rest)
     placed: list[tuple[Tracked, Backend, str]] = []
     needs: list[float] = []
     with rooms.tried():
@@ -178,6 +198,26 @@ def plan(
             rooms.reserve(soonest)
         reserved = rooms.reserved()
     return _packed(placed, needs, rooms, reserved, now) or placed
+
+
+def _spread(
+    waiting: Iterator[tuple[Tracked, float]],
+    seen: list[tuple[Tracked, float]],
+    rooms: Rooms,
+    now: float,
+) -> list[tuple[Tracked, Backend, str]] | None:
+    """All of them, each where the most room is; None if one does not fit or waits for its home,
+    and then ``seen`` has those up to it."""
+    placed: list[tuple[Tracked, Backend, str]] = []
+    with rooms.tried():
+        for program, blocks in waiting:
+            seen.append((program, blocks))
+            backend, reason = choose(program, blocks, rooms, now, due=False, spread=True)
+            if backend is None:
+                return None
+            rooms.take(backend, blocks)
+            placed.append((program, backend, reason))
+    return placed
 
 
 def _packed(
