@@ -36,7 +36,7 @@ conformance: ## vLLM's own tests/v1/core with our scheduler and pool; downloads 
 bench: ## every claim, stock vLLM beside vllm_thunder: about an hour; ARGS="--plan", ARGS="thrash mixed"
 	@$(RUN) python -m benchmarks.suite $(ARGS)
 
-fleet: ## three engines behind the coordinator beside other routers: 90 minutes; ARGS=--plan
+fleet: ## three engines behind the coordinator beside other routers: an hour; ARGS=--plan
 	@$(RUN) python -m benchmarks.fleet $(ARGS)
 
 wheel: ## dist/*.whl and dist/*.tar.gz

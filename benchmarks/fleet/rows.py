@@ -78,7 +78,7 @@ class Row:
     setup: Setup
     contenders: tuple[Contender, ...]
     bars: tuple[Bar, ...]
-    seeds: tuple[int, ...] = (0, 1, 2)
+    seeds: tuple[int, ...] = (0, 1)
 
 
 _IMBALANCE = FactBar(
