@@ -12,7 +12,7 @@ BLOCK = 16
 class Desk:
     """A fleet whose engines say what the test says."""
 
-    def __init__(self, rooms, **settings):
+    def __init__(self, rooms, seats=64, **settings):
         self.now = 0.0
         self.fleet = Fleet(CoordinatorConfig(**settings))
         self.sent = 0
@@ -20,7 +20,12 @@ class Desk:
         for number, room in enumerate(rooms):
             backend = Backend(f"e{number}")
             self.fleet.joined(backend)
-            self.report(f"e{number}", room)
+            self.report(f"e{number}", room, seats)
+
+    def busy(self):
+        """All engines serve something that is not a program's."""
+        for backend in self.fleet.backends.values():
+            backend.unlabelled += 1
 
     def report(self, name, room, seats=64):
         """An engine that prefills 1,000 tokens a second."""

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.coordinator.desk import BLOCK, Desk
+from vllm_thunder.coordinator.config import CoordinatorConfig
 from vllm_thunder.coordinator.fleet.dispatch import Overloaded
 from vllm_thunder.program.errors import IntegrityError
 from vllm_thunder.program.report import ProgramReport
@@ -17,7 +18,7 @@ def test_a_group_follows_its_first_member_and_lower_numbers_go_first():
     placed = [name for name, _ in desk.decide()]
     assert set(placed) == {"online", "rollout0", "rollout1", "other"}
     desk.report("e0", 70)
-    desk = Desk([70])
+    desk = Desk([55])  # rollout1 has the prompt of rollout0
     for name, group in (("rollout0", "g"), ("other", None), ("rollout1", "g")):
         desk.send(name, 20, group=group, priority=1)
     desk.send("online", 30)
@@ -225,3 +226,43 @@ def test_what_an_engine_did_not_take_waits_whatever_the_limits_say():
         desk.fleet.unsent(program, turn_id, 0.0, desk.now, 80)
     assert (desk.fleet.queue.held_turns, desk.fleet.queue.held_bytes) == (2, 160)
     desk.fleet.check_integrity()
+
+
+def test_a_program_that_no_engine_has_told_of_is_forgotten_after_its_retention():
+    desk = Desk([100], retention=100.0)
+    desk.send("p", 10)
+    desk.decide()
+    desk.end("p")
+    desk.send("q", 10)
+    desk.decide()
+    desk.told("e0", "q", 10, 10, claimed=True)
+    desk.end("q")
+    desk.now = 200.0
+    desk.decide()
+    assert [program.program_id for program in desk.fleet] == ["q"]
+
+
+def test_what_comes_of_an_engine_that_is_down_is_too_late():
+    desk = Desk([100, 100])
+    desk.fleet.went_down(desk.fleet.backends["e0"], 0.0)
+    desk.told("e0", "p", 10, 10)
+    assert desk.fleet.get("p") is None
+    desk.fleet.check_integrity()
+
+
+def test_to_be_placed_takes_a_moment_and_is_no_wait():
+    backend = Desk([100], soft_demote_threshold=0.0).fleet.backends["e0"]
+    config = CoordinatorConfig(
+        soft_demote_threshold=0.0, soft_demote_priority_jump=-3.0, resume_priority_boost=7.0
+    )
+    assert backend.credit(5e-5, config) == -3.0
+    assert backend.credit(1.0, config) == 7.0
+
+
+def test_who_waits_behind_others_is_told_so():
+    desk = Desk([30])
+    desk.busy()
+    desk.send("large", 50)
+    desk.send("small", 10)
+    assert desk.decide() == []
+    assert "behind others" in desk.fleet.why(desk.fleet.get("small"), desk.now)

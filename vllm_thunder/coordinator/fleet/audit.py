@@ -2,26 +2,31 @@
 
 from collections.abc import Iterable
 
-from vllm_thunder.coordinator.fleet.backend import Backend
+from vllm_thunder.coordinator.fleet.backend import Backend, Health
 from vllm_thunder.coordinator.fleet.placement import Rooms
 from vllm_thunder.coordinator.fleet.tracked import Tracked
 
 __all__ = ["backends", "programs"]
 
 
-def programs(known: set[Tracked], idle: set[Tracked], orphans: set[Tracked]) -> list[str]:
-    """What is wrong with the records of programs, and with who is idle and who has no home."""
+def programs(known: set[Tracked], resting: set[Tracked], ours: set[Tracked]) -> list[str]:
+    """What is wrong with the records of programs, with who rests, and with who of them no engine
+    will tell of (``ours``)."""
     found = []
     rests = {program for program in known if not program.in_flight}
-    if idle != rests:
-        found.append("the idle programs are not those without a turn in flight")
-    if orphans != {program for program in rests if program.home is None}:
-        found.append("the orphans are not the idle programs without a home")
+    if resting != rests:
+        found.append("those that rest are not the programs without a turn in flight")
+    if ours != {program for program in rests if program.home is None or not program.told}:
+        found.append("those to be forgotten here are not those that no engine will tell of")
     for program in known:
         if program.waiting.keys() & program.running.keys():
             found.append(f"{program!r} has a turn that waits and runs")
         if program.home is not None and program not in program.home.residents:
             found.append(f"{program!r} is not among its home's residents")
+        if program.home is not None and program.home.health is Health.DOWN:
+            found.append(f"{program!r} has its home at an engine that is down")
+        if program.home is not None and program.perhaps_at is not None:
+            found.append(f"{program!r} has a home, and perhaps another")
     return found
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 
 from vllm_thunder.coordinator.config import CoordinatorConfig
 from vllm_thunder.coordinator.fleet.tracked import Tracked
@@ -9,6 +10,10 @@ from vllm_thunder.program.cost import ContextBlocks
 from vllm_thunder.program.report import MemoryReport
 
 __all__ = ["Backend", "Health"]
+
+
+#: Seconds: to be placed at once takes less.
+_A_MOMENT = 0.001
 
 
 class Health(StrEnum):
@@ -41,6 +46,8 @@ class Backend:
     placed_blocks: float = 0.0
     #: Turns that were sent there and have not ended.
     running: dict[tuple[Tracked, str], None] = field(default_factory=dict)
+    #: When the last of them ended, or it was seen first.
+    idle_since: float = inf
     #: Requests without a program that were sent there and have not ended.
     unlabelled: int = 0
     #: Programs whose KV is there, or was when somebody looked last.
@@ -85,14 +92,16 @@ class Backend:
         """Seconds by which a turn that was held for ``waited`` is to count as having waited longer;
         as Dynamo's Python router: a boost for what was held, else a demotion where memory is
         short."""
-        if waited:
+        if waited >= _A_MOMENT:
             return config.resume_priority_boost
         if self.claimed_share >= config.soft_demote_threshold:
             return config.soft_demote_priority_jump
         return 0.0
 
-    def reported(self, report: MemoryReport) -> None:
+    def reported(self, report: MemoryReport, now: float) -> None:
         """What it says of its memory now."""
+        if self.report is None:
+            self.idle_since = now
         if self.report is None or report.context_groups != self.report.context_groups:
             self.blocks_of = ContextBlocks(report.context_groups)
         self.report = report

@@ -11,12 +11,12 @@ from vllm_thunder.coordinator.fleet import audit
 from vllm_thunder.coordinator.fleet.backend import Backend, Health
 from vllm_thunder.coordinator.fleet.counts import Counts
 from vllm_thunder.coordinator.fleet.dispatch import Dispatch, Overloaded
-from vllm_thunder.coordinator.fleet.placement import Rooms, choose, plan
+from vllm_thunder.coordinator.fleet.placement import Placement, Rooms, choose, plan, to_idle
 from vllm_thunder.coordinator.fleet.queue import WaitingQueue
+from vllm_thunder.coordinator.fleet.resting import Resting
 from vllm_thunder.coordinator.fleet.tracked import Tracked
 from vllm_thunder.program.cost import Ewma
 from vllm_thunder.program.errors import IntegrityError
-from vllm_thunder.program.ranked import Ranked
 from vllm_thunder.program.report import EngineReport, ProgramReport
 from vllm_thunder.program.turn import Turn
 
@@ -34,10 +34,9 @@ class Fleet:
         #: While true every turn waits: weights are being updated.
         self.frozen = False
         self._programs: dict[str, Tracked] = {}
-        #: Without a turn in flight; whose last turn ended the longest ago comes first.
-        self._idle: dict[Tracked, None] = {}
-        #: Those of them that no engine knows, by the time at which they are forgotten.
-        self._orphans: Ranked[Tracked] = Ranked()
+        self._resting = Resting()
+        #: Programs that wait, and have got a claim since they began to.
+        self._may_go_on: dict[Tracked, None] = {}
         self.growth = Ewma(prior=0.0, weight=0.2)
         #: When :meth:`reconcile` has to be called although nothing happens; inf: never.
         self.deadline = inf
@@ -74,25 +73,21 @@ class Fleet:
             self.queue.check_room(body_bytes)
         if program is None:
             program = self._track(turn.program_id)
-        if program in self._idle:
-            del self._idle[program]
+        if program in self._resting:
+            self._resting.discard(program)
             if program.profile.turns:
                 program.profile.tool_ended(now - program.idle_since)
-        self._orphans.discard(program)
-        if turn.final:
-            program.last_turn = turn.turn_id
-        elif not program.in_flight:
-            program.last_turn = None  # it has come back
-        if not program.waiting:
-            program.group = turn.group or program.group
-            program.priority = turn.priority
-            program.deadline_seconds = turn.deadline_seconds
-        program.parent_id = turn.parent_id or program.parent_id
-        program.prompt_tokens = max(prompt_tokens, program.context_tokens)
+        program.takes(turn, prompt_tokens)
         if program.home is None and not program.waiting:
-            self._find_near(program, cached)
+            program.near = {
+                backend: tokens
+                for backend_id, tokens in cached.items()
+                if tokens > 0 and (backend := self.backends.get(backend_id)) and backend.usable
+            }
         if at_once is not None:
             return self._send(program, turn.turn_id, at_once, now, 0.0, "has a claim there")
+        if program.goes_on_at() is not None:
+            self._may_go_on[program] = None  # as soon as turns are not frozen any more
         self._hold(program, turn.turn_id, now, now, body_bytes)
         return None
 
@@ -114,7 +109,7 @@ class Fleet:
         if held:
             self.counts.turns_paused += not self.queue.unhold(program, turn_id, now)
         else:
-            self._no_longer_runs(program, turn_id)
+            self._no_longer_runs(program, turn_id, now)
         self.counts.turns_cancelled += cancelled
         self.counts.turns_cancelled_held += held and cancelled
         self.counts.turns_given_up += held and not cancelled
@@ -134,13 +129,13 @@ class Fleet:
     ) -> None:
         """The engine did not take the turn, no byte of an answer came: it waits again, whatever
         the limits say, as one that had waited ``waited`` seconds."""
-        self._no_longer_runs(program, turn_id)
+        self._no_longer_runs(program, turn_id, now)
         self._hold(program, turn_id, now - waited, now, body_bytes)
 
     def redirected(self, dispatch: Dispatch, backend: Backend, now: float) -> Dispatch:
         """A turn that was sent is at this engine instead, which has what the turn goes on from."""
         program, turn_id, waited = dispatch.program, dispatch.turn_id, dispatch.waited
-        self._no_longer_runs(program, turn_id)
+        self._no_longer_runs(program, turn_id, now)
         return self._send(program, turn_id, backend, now, waited, "has what it goes on from")
 
     def release(self, program_id: str) -> Tracked | None:
@@ -167,7 +162,9 @@ class Fleet:
         self.backends[backend.backend_id] = backend
 
     def reported(self, backend: Backend, report: EngineReport, now: float) -> None:
-        """What an engine says has changed there."""
+        """What an engine says has changed there. Of one that is down it is too late."""
+        if backend.health is Health.DOWN:
+            return
         if report.reset:
             backend.unconfirmed = dict(backend.residents)
         for told in report.programs:
@@ -181,7 +178,7 @@ class Fleet:
             for program in unconfirmed:
                 if program.home is backend and not program.running:
                     self._engine_forgot(program, now)
-        backend.reported(report.memory)
+        backend.reported(report.memory, now)
         self.rooms.update(backend)
 
     def went_down(self, backend: Backend, now: float) -> None:
@@ -220,26 +217,38 @@ class Fleet:
     def reconcile(self, now: float) -> list[Dispatch]:
         """Which turns go where now; sets ``deadline``. Those that are due go first, wherever they
         can; then all that fit without keeping anybody before them out."""
-        for program in list(self._orphans.until(now)):
+        for program in self._resting.to_forget(now):
             self.counts.programs_expired += 1
             self._forget(program)
         sent: list[Dispatch] = []
-        self.deadline = self._orphans.next_rank(now, inf)
+        self.deadline = self._resting.next_change(now, inf)
         if not self.frozen:
             self._place(now, sent)
         self.counts.turns_paused += self.queue.decided()
         return sent
 
     def _place(self, now: float, sent: list[Dispatch]) -> None:
+        for program in self._may_go_on:
+            home = program.goes_on_at() if program.waiting else None
+            if home is not None:
+                sent += self._dispatch(Placement(program, home, "has a claim there", 0.0), now)
+        self._may_go_on.clear()
         for program in self.queue.due(now):
-            backend, reason = choose(program, self._need(program), self.rooms, now, due=True)
-            if backend is not None:
-                due = self._dispatch(program, backend, reason, now)
+            choice = choose(program, self._need(program), self.rooms, now, due=True)
+            if choice.backend is not None:
+                placement = Placement(program, choice.backend, choice.reason, choice.blocks)
+                due = self._dispatch(placement, now)
                 self.counts.forced += len(due)
                 sent += due
         waiting = ((program, self._need(program)) for program in self.queue.in_order())
-        for program, backend, reason in plan(waiting, self.rooms, now):
-            sent += self._dispatch(program, backend, reason, now)
+        for placement in plan(waiting, self.rooms, now):
+            sent += self._dispatch(placement, now)
+        if len(self.queue):
+            waiting = ((program, self._need(program)) for program in self.queue.in_order())
+            placements, next_idle = to_idle(waiting, self.backends.values(), now)
+            for placement in placements:
+                sent += self._dispatch(placement, now)
+            self.deadline = min(self.deadline, next_idle)
         self.deadline = min(self.deadline, self.queue.next_change(now))
         if len(self.queue):
             # Events bring us here sooner; what changes without one must not be missed.
@@ -268,14 +277,15 @@ class Fleet:
         if not len(self.rooms):
             return "no engine can be used: none has said how much memory it has"
         due = self.queue.is_due(program, now)
-        return choose(program, self._need(program), self.rooms, now, due=due).reason
+        choice = choose(program, self._need(program), self.rooms, now, due=due)
+        return choice.reason if choice.backend is None else "waits behind others that come first"
 
     def check_integrity(self) -> None:
         """Raise IntegrityError where the indexes and the records disagree."""
         programs = set(self)
         found = [
             *self.queue.problems(programs),
-            *audit.programs(programs, set(self._idle), set(self._orphans)),
+            *audit.programs(programs, set(self._resting), self._resting.forgotten_here),
             *audit.backends(programs, self.backends.values(), self.rooms),
         ]
         if found:
@@ -285,7 +295,7 @@ class Fleet:
 
     def _track(self, program_id: str) -> Tracked:
         if len(self._programs) >= self.config.max_programs:
-            oldest = next(iter(self._idle), None)
+            oldest = self._resting.longest()
             if oldest is None:
                 raise Overloaded(
                     f"{len(self._programs)} programs have turns in flight, the limit of what is "
@@ -303,15 +313,14 @@ class Fleet:
             self.counts.programs_ended += 1
             self._forget(program)
             return
-        self._idle[program] = None
-        if program.home is None:
-            self._orphans.put(program, now + self.config.retention)
+        told = program.home is not None and program.told
+        self._resting.put(program, None if told else now + self.config.retention)
 
     def _forget(self, program: Tracked) -> None:
         del self._programs[program.program_id]
-        self._idle.pop(program, None)
+        self._may_go_on.pop(program, None)
         self._leave(program)
-        self._orphans.discard(program)
+        self._resting.discard(program)
 
     def _program_reported(self, backend: Backend, told: ProgramReport, now: float) -> None:
         """What an engine says of a program; of one that nobody here knows it is the home."""
@@ -319,13 +328,14 @@ class Fleet:
         if program is None:
             program = self._track(told.program_id)
             program.idle_since = now
-            self._idle[program] = None
+            self._resting.put(program)
         backend.unconfirmed.pop(program, None)
         if program.home is not backend:
             if program.home is not None:
                 return  # it has moved: what the old home still says is of no use
             self._settle(program, backend)
         program.told = True
+        self._resting.known(program)
         if told.claimed or told.turns_in_flight:
             self._forget_placed(backend, program)  # it is in what the engine says of its room
         grown = told.context_tokens - program.context_tokens
@@ -334,6 +344,8 @@ class Fleet:
         program.context_tokens = told.context_tokens or program.context_tokens
         program.resident_blocks = told.resident_blocks
         program.claimed = told.claimed and backend.health is not Health.LEAVING
+        if program.claimed and program.waiting:
+            self._may_go_on[program] = None
 
     def _engine_forgot(self, program: Tracked, now: float) -> None:
         """Its home does not know it any more: it was released, or its retention ended."""
@@ -349,40 +361,28 @@ class Fleet:
 
     # -- inside: places ----------------------------------------------------------------
 
-    def _find_near(self, program: Tracked, cached: Mapping[str, float]) -> None:
-        """A program that is nowhere yet: where most of its prompt is in memory already."""
-        program.near, program.near_tokens = None, 0.0
-        for backend_id, tokens in cached.items():
-            backend = self.backends.get(backend_id)
-            if backend is not None and backend.usable and tokens > program.near_tokens:
-                program.near, program.near_tokens = backend, tokens
-
     def _hold(self, program: Tracked, turn_id: str, since: float, now: float, size: int) -> None:
         if self.queue.hold(program, turn_id, since, size):
-            self.queue.settle(program, now + self._stay_seconds(program), now)
-
-    def _stay_seconds(self, program: Tracked) -> float:
-        """For how long to wait for room where its KV is: as long as it takes to compute it
-        elsewhere, at most ``stickiness``."""
-        at, tokens = program.kept_at()
-        if at is None or not at.usable:
-            return 0.0
-        return min(at.prefill_seconds(tokens), self.config.stickiness)
+            self.queue.settle(program, now + program.stay_seconds(self.config.stickiness), now)
 
     def _need(self, program: Tracked) -> float:
         """Blocks that its next turn takes, on any engine: they serve one model."""
         backend = self.rooms.largest()
         return inf if backend is None else backend.blocks(program.prompt_tokens + self.growth.value)
 
-    def _dispatch(
-        self, program: Tracked, backend: Backend, reason: str, now: float
-    ) -> list[Dispatch]:
+    def _dispatch(self, placement: Placement, now: float) -> list[Dispatch]:
+        program, backend, reason, blocks = placement
         assert program.waiting_since is not None
         waited = now - program.waiting_since
         turns = list(program.waiting)
         for turn_id in turns:
             self.counts.turns_resumed += self.queue.unhold(program, turn_id, now)
-        return [self._send(program, turn_id, backend, now, waited, reason) for turn_id in turns]
+        if program.home is None:
+            for sibling in self.queue.siblings(program):
+                sibling.near[backend] = program.prompt_tokens  # it is about to be there
+        return [
+            self._send(program, turn_id, backend, now, waited, reason, blocks) for turn_id in turns
+        ]
 
     def _send(
         self,
@@ -392,7 +392,9 @@ class Fleet:
         now: float,
         waited: float,
         reason: str,
+        blocks: float | None = None,
     ) -> Dispatch:
+        """``blocks``: what it takes of the engine's room; None: all of its context."""
         self.counts.turns_admitted += 1
         program.running[turn_id] = backend
         backend.running[program, turn_id] = None
@@ -407,22 +409,24 @@ class Fleet:
         credit = backend.credit(waited, self.config)
         if not program.claimed and program not in backend.placed:
             self.counts.placements += 1
-            shared = program.near_tokens if program.near is backend else 0.0
-            blocks = backend.blocks(program.prompt_tokens - shared + self.growth.value)
+            if blocks is None:
+                blocks = backend.blocks(program.prompt_tokens + self.growth.value)
             backend.placed[program] = blocks
             backend.placed_blocks += blocks
             self.rooms.update(backend)
         return Dispatch(program, turn_id, backend, waited, reason, credit, left)
 
-    def _no_longer_runs(self, program: Tracked, turn_id: str) -> None:
+    def _no_longer_runs(self, program: Tracked, turn_id: str, now: float) -> None:
         backend = program.running.pop(turn_id)
         del backend.running[program, turn_id]
+        if not backend.running:
+            backend.idle_since = now
         if backend not in program.running.values():
             self._forget_placed(backend, program)
 
     def _settle(self, program: Tracked, backend: Backend) -> None:
         self._leave(program)
-        self._orphans.discard(program)
+        self._resting.known(program)
         program.home, program.perhaps_at = backend, None
         backend.residents[program] = None
 

@@ -104,6 +104,10 @@ class WaitingQueue:
                     seen.add(program)
                     yield program
 
+    def siblings(self, program: Tracked) -> list[Tracked]:
+        """Those that wait of its prompt group, if it has one."""
+        return [] if program.group is None else list(self._groups.get(program.group, ()))
+
     def position(self, program: Tracked) -> int:
         """How many programs wait in front of it."""
         return self._order.position(program)

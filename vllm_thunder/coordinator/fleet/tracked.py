@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm_thunder.coordinator.fleet.profile import Profile
 from vllm_thunder.coordinator.prompts.sizes import BodySize
+from vllm_thunder.program.turn import Turn
 
 if TYPE_CHECKING:
     from vllm_thunder.coordinator.fleet.backend import Backend
@@ -38,10 +39,9 @@ class Tracked:
     claimed: bool = False
     #: Its home has told of it.
     told: bool = False
-    #: Before it has a home: the engine that is likely to have most of its prompt in memory, of
-    #: other programs, and how many tokens that is.
-    near: Backend | None = None
-    near_tokens: float = 0.0
+    #: Before it has a home: how many tokens of its prompt engines are likely to have in memory, of
+    #: other programs.
+    near: dict[Backend, float] = field(default_factory=dict)
     #: Tokens of its context after its last turn, and of the prompt that waits, as far as known.
     context_tokens: int = 0
     prompt_tokens: float = 0.0
@@ -70,6 +70,19 @@ class Tracked:
         """Whether a turn has arrived and has not ended."""
         return bool(self.waiting or self.running)
 
+    def takes(self, turn: Turn, prompt_tokens: float) -> None:
+        """What the next turn of it says, which is not among those in flight yet."""
+        if turn.final:
+            self.last_turn = turn.turn_id
+        elif not self.in_flight:
+            self.last_turn = None  # it has come back
+        if not self.waiting:
+            self.group = turn.group or self.group
+            self.priority = turn.priority
+            self.deadline_seconds = turn.deadline_seconds
+        self.parent_id = turn.parent_id or self.parent_id
+        self.prompt_tokens = max(prompt_tokens, self.context_tokens)
+
     def goes_on_at(self) -> Backend | None:
         """The engine where its next turn need not wait for room; None: it has to."""
         home = self.home
@@ -80,7 +93,14 @@ class Tracked:
         """The engine that need not compute all of its prompt, and the tokens that it has."""
         if self.home is not None:
             return self.home, self.home.tokens(self.resident_blocks)
-        return self.near, self.near_tokens
+        nearest = max(self.near, key=self.near.__getitem__, default=None)
+        return nearest, 0.0 if nearest is None else self.near[nearest]
+
+    def stay_seconds(self, most: float) -> float:
+        """For how long to wait for room where its KV is: as long as it takes to compute it
+        elsewhere, at most ``most`` seconds."""
+        at, tokens = self.kept_at()
+        return 0.0 if at is None or not at.usable else min(at.prefill_seconds(tokens), most)
 
     def __repr__(self) -> str:
         where = "nowhere" if self.home is None else self.home.backend_id
