@@ -165,16 +165,14 @@ def test_newcomers_of_a_group_go_together(rooms, crowded):
 
 
 def test_a_sibling_that_waited_goes_where_the_first_went():
-    desk = Desk([100, 100], seats=1)
+    desk = Desk([100, 0], seats=1)
     desk.send("r0", 50, group="g")
-    desk.send("x", 50)
     desk.send("r1", 50, group="g")
-    places = dict(desk.decide())
-    assert len(places) == 2
-    desk.report("e0", 100)
+    assert desk.decide() == [("r0", "e0")]
+    desk.report("e0", 50)
     desk.report("e1", 100)
-    desk.told(places["r0"], "r0", 50, 50, claimed=True)
-    assert desk.decide() == [("r1", places["r0"])]
+    desk.told("e0", "r0", 50, 50, claimed=True)
+    assert desk.decide() == [("r1", "e0")]
 
 
 def test_one_that_waits_for_its_home_keeps_others_from_no_other_engine():

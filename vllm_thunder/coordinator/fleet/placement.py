@@ -148,15 +148,17 @@ def choose(
     ``near``: what engines have of its prompt, if that is not what the program says.
     """
     home = program.home
-    near = program.near if near is None else near
-    kept_at, tokens = program.kept_at()
-    kept = kept_at is not None and tokens > 0 and rooms.of(kept_at) is not None
     if home is not None:
-        found = _at_home(program, blocks, rooms) if kept else None
+        room = rooms.of(home) if program.resident_blocks else None
+        kept = room is not None
+        if room is not None and room >= blocks:
+            return Choice(home, "its home has room", blocks)
     else:
-        found = _nearby(near, blocks, rooms, spread)
-    if found is not None:
-        return found
+        near = program.near if near is None else near
+        found = _nearby(near, blocks, rooms, spread) if near else None
+        if found is not None:
+            return found
+        kept = any(rooms.of(backend) is not None for backend in near)
     if kept and not due and now < program.settled_until:
         return Choice(None, "waits for the engine where its KV is")
     fit = rooms.largest(blocks) if spread else rooms.best_fit(blocks)
@@ -170,13 +172,6 @@ def choose(
         return Choice(home, "is due: its home's programs yield", blocks)
     largest = rooms.largest()
     return Choice(largest, "no engine can be used" if largest is None else "is due", blocks)
-
-
-def _at_home(program: Tracked, blocks: float, rooms: Rooms) -> Choice | None:
-    room = None if program.home is None else rooms.of(program.home)
-    if room is None or room < blocks:
-        return None
-    return Choice(program.home, "its home has room", blocks)
 
 
 def _nearby(
@@ -284,9 +279,10 @@ def to_idle(
 
 def _waits_for(program: Tracked, now: float) -> Backend | None:
     """The engine that has its KV, while it waits for that one rather than for any."""
+    if now >= program.settled_until:
+        return None
     kept_at, tokens = program.kept_at()
-    stays = kept_at is not None and kept_at.usable and tokens > 0 and now < program.settled_until
-    return kept_at if stays else None
+    return kept_at if kept_at is not None and kept_at.usable and tokens > 0 else None
 
 
 class _Siblings:
