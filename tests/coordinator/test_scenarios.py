@@ -205,6 +205,8 @@ async def test_scenario_7_an_engine_that_starts_late_is_seen_and_then_used():
     await late.kill()  # it has an address
     async with running(early), coordinator(launch([early, late])) as (port, control):
         await until_up(control, 1)
+        (backend,) = control.fleet.backends.values()
+        backend.unlabelled += 1  # idle, it would be given the first that fits nowhere
         status = await page(port, "/status")
         assert (status["state"], status["capacity_known"]) == ("degraded", False)
         assert list(status["unreachable"]) == [late.url]
