@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import zlib
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from vllm_thunder.coordinator.fleet.dispatch import Dispatch, Overloaded, Unavai
 from vllm_thunder.coordinator.prompts.prompts import Prompt
 from vllm_thunder.coordinator.prompts.usage import AnswerTokens
 from vllm_thunder.coordinator.proxy.answers import STREAM_PATHS, event_of_answer
+from vllm_thunder.coordinator.proxy.codings import gunzipped
 from vllm_thunder.coordinator.proxy.connection import Connection, EngineLost
 from vllm_thunder.coordinator.proxy.exchange import Exchange, Outcome
 from vllm_thunder.coordinator.proxy.heads import (
@@ -149,23 +149,18 @@ class ModelCall:
         limit = self._proxy.max_body_bytes
         try:
             body = await body_within(limit, self._scope, receive)
+            if body is None:
+                return False
+            self._body = self._text = body
+            self._exchange.prompt_bytes = len(body)
+            if has_json_body(self._scope):
+                coding = value_of(self._scope["headers"], b"content-encoding").lower()
+                if coding in (b"gzip", b"x-gzip"):
+                    self._text = gunzipped(body, limit)
+                self._fields = decode_routing_fields(self._text)
         except BodyTooLarge as error:
             await self._reply.refuse(413, str(error))
             return False
-        if body is None:
-            return False
-        headers = self._scope["headers"]
-        self._body = self._text = body
-        self._exchange.prompt_bytes = len(body)
-        if has_json_body(self._scope):
-            coding = value_of(headers, b"content-encoding").lower()
-            if coding in (b"gzip", b"x-gzip"):
-                text = _gunzipped(body, limit)
-                if len(text) > limit:
-                    await self._reply.refuse(413, str(BodyTooLarge(limit)))
-                    return False
-                self._text = text
-            self._fields = decode_routing_fields(self._text)
         named = identity_headers(self._scope)
         named.pop(WAITED_HEADER, None)  # that is for us to say
         try:
@@ -417,19 +412,3 @@ async def _rest(connection: Connection, chunk: bytes) -> bytes:
         chunks.append(await connection.chunk())
         size += len(chunks[-1])
     return b"".join(chunks)
-
-
-def _gunzipped(body: bytes, limit: int) -> bytes:
-    """What ``body`` unpacks to, a little over ``limit`` bytes at most; itself if it does not."""
-    parts: list[bytes] = []
-    room = limit + 1
-    rest = body
-    try:
-        while rest and room:
-            member = zlib.decompressobj(31)
-            parts.append(member.decompress(rest, room))
-            room -= len(parts[-1])
-            rest = member.unused_data
-    except zlib.error:
-        return body  # no engine can read it either
-    return b"".join(parts)
