@@ -370,9 +370,8 @@ class Fleet:
         return min(at.prefill_seconds(tokens), self.config.stickiness)
 
     def _need(self, program: Tracked) -> float:
-        """Blocks that its next turn takes, on any engine: they serve one model."""
-        backend = self.rooms.largest()
-        return inf if backend is None else backend.blocks(program.prompt_tokens + self.growth.value)
+        """Blocks that its next turn takes, on any engine."""
+        return self.rooms.need(program.prompt_tokens + self.growth.value)
 
     def _dispatch(
         self, program: Tracked, backend: Backend, reason: str, now: float

@@ -248,7 +248,7 @@ class ModelCall:
         if turn is None:
             return self._count_at(self._proxy.fleet.least_busy())
         exchange.program_id, exchange.turn_id = turn.program_id, turn.turn_id
-        prompt = self._prompt = self._proxy.calls.look(turn, self._text)
+        prompt = self._prompt = self._proxy.calls.look(turn, self._json_text())
         self._dispatch = await self._proxy.dispatcher.place(
             turn, prompt.tokens, prompt.cached, self._body_bytes()
         )
@@ -266,6 +266,10 @@ class ModelCall:
         dispatch, self._dispatch = self._dispatch, None
         self._dispatch = await self._proxy.dispatcher.place_again(dispatch, self._body_bytes())
         return self._dispatch.backend
+
+    def _json_text(self) -> bytes | None:
+        """The body where engines read it as JSON."""
+        return None if self._fields is None else self._text
 
     def _body_bytes(self) -> int:
         """What the body takes in memory until an engine answers."""
@@ -379,7 +383,7 @@ class ModelCall:
         if self._prompt is None:
             if not backend.stock:
                 return  # nobody wants to know
-            self._prompt = calls.look(None, self._text)
+            self._prompt = calls.look(None, self._json_text())
         calls.sent(backend, self._turn, self._call_id, self._prompt)
         self._at = backend
 
