@@ -93,7 +93,7 @@ class ModelCall:
             request_id=request_id_of(headers) or self._call_id,
             trace_id=trace_id_of(headers) if span is None else span.trace_id,
         )
-        self._reply = Reply(self._path, send, self._exchange)
+        self._reply = Reply(scope, send, self._exchange)
         self._upstream = Upstream(proxy.pool, proxy.ongoing, proxy.connect_seconds)
         self._arrived = 0.0
         self._head: RequestHead

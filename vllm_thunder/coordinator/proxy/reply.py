@@ -4,7 +4,7 @@ import asyncio
 import zlib
 from collections.abc import Awaitable, Callable
 
-from starlette.types import Message, Receive, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from vllm_thunder.coordinator.proxy.answers import STREAM_HEADERS, error_event, refusal
 from vllm_thunder.coordinator.proxy.connection import Connection, EngineLost
@@ -21,10 +21,8 @@ _GZIP_OR_ZLIB = 47
 
 def is_stream(connection: Connection) -> bool:
     """Whether the answer is a stream of server-sent events."""
-    if connection.status != 200:
-        return False
-    kind = next((v for n, v in connection.headers if n.lower() == b"content-type"), b"")
-    return kind.startswith(b"text/event-stream")
+    kind = _header(connection, b"content-type")
+    return connection.status == 200 and kind.startswith(b"text/event-stream")
 
 
 class Departure:
@@ -82,6 +80,7 @@ class Reply:
         "_comments",
         "_exchange",
         "_path",
+        "_root",
         "_send",
         "_streams",
         "_tail",
@@ -90,10 +89,11 @@ class Reply:
         "reader",
     )
 
-    def __init__(self, path: str, send: Send, exchange: Exchange):
+    def __init__(self, scope: Scope, send: Send, exchange: Exchange):
         self.begun = False
         self.reader: Callable[[bytes], None] | None = None
-        self._path = path
+        self._path = exchange.path
+        self._root: str = scope.get("root_path", "").rstrip("/")
         self._send = send
         self._exchange = exchange
         self._streams = False
@@ -139,11 +139,11 @@ class Reply:
         """
         inflate = None
         if self.begun:
-            coding = value_of(answer_headers(connection.headers), b"content-encoding").lower()
+            coding = _header(connection, b"content-encoding").lower()
             if coding not in (b"", b"identity"):
                 inflate = zlib.decompressobj(_GZIP_OR_ZLIB)  # the response began without
         else:
-            headers = answer_headers(connection.headers)
+            headers = answer_headers(connection.headers, connection.origin, self._root)
             self._streams = is_stream(connection) and not value_of(headers, b"content-encoding")
             await self._start(connection.status, headers)
         while not connection.at_end:
@@ -209,6 +209,11 @@ class Reply:
         while True:
             await self._send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
             await asyncio.sleep(seconds)
+
+
+def _header(connection: Connection, name: bytes) -> bytes:
+    """The first value of a header of its answer by the lower-case name, b"" where there is none."""
+    return next((value for key, value in connection.headers if key.lower() == name), b"")
 
 
 def _inflated(inflate: "zlib._Decompress", chunk: bytes) -> bytes:
