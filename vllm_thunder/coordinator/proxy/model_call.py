@@ -14,9 +14,9 @@ from vllm_thunder.coordinator.fleet.backend import Backend
 from vllm_thunder.coordinator.fleet.dispatch import Dispatch, Overloaded, Unavailable
 from vllm_thunder.coordinator.prompts.prompts import Prompt
 from vllm_thunder.coordinator.prompts.usage import AnswerTokens
-from vllm_thunder.coordinator.proxy.answers import STREAM_PATHS, event_of_answer
+from vllm_thunder.coordinator.proxy.answers import STREAM_PATHS
 from vllm_thunder.coordinator.proxy.codings import gunzipped
-from vllm_thunder.coordinator.proxy.connection import Connection, EngineLost
+from vllm_thunder.coordinator.proxy.connection import EngineLost
 from vllm_thunder.coordinator.proxy.exchange import Exchange, Outcome
 from vllm_thunder.coordinator.proxy.heads import (
     RequestHead,
@@ -24,7 +24,7 @@ from vllm_thunder.coordinator.proxy.heads import (
     trace_id_of,
     value_of,
 )
-from vllm_thunder.coordinator.proxy.reply import Departure, Reply, is_stream
+from vllm_thunder.coordinator.proxy.reply import Departure, Reply, is_stream, rest_of
 from vllm_thunder.coordinator.proxy.request_body import BodyTooLarge, body_within
 from vllm_thunder.coordinator.proxy.upstream import Upstream
 from vllm_thunder.coordinator.replicas.replicas import Replicas
@@ -45,9 +45,6 @@ _REPLICA = REPLICA_HEADER.encode()
 
 #: How often a call may be lost by engines that are up before it is the call that is at fault.
 _MOST_LOSSES = 3
-
-#: Bytes of an error answer that can become an event of a stream.
-_ERROR_BYTES = 1024 * 1024
 
 
 class ModelCall:
@@ -301,7 +298,7 @@ class ModelCall:
         assert connection is not None
         self._exchange.first_byte_seconds = monotonic() - sent
         if self._reply.holding and not is_stream(connection):
-            return await _rest(connection, chunk)  # to be an event, it has to be whole
+            return await rest_of(connection, chunk)  # to be an event, it has to be whole
         return chunk
 
     def _may_be_stored_at(self, backend: Backend) -> Backend | None:
@@ -347,15 +344,14 @@ class ModelCall:
         self._body = self._text = b""  # it is not sent again, and answers take minutes
         self._fields = None
         await reply.hush()
-        if reply.begun and not is_stream(connection):
-            await reply.end_with(event_of_answer(self._path, connection.status, chunk))
-            self._exchange.outcome = Outcome.OK
-            return
+        if backend is not None and backend.stock and connection.status == 200:
+            self._answer_tokens = AnswerTokens()
+            reply.reader = self._answer_tokens.feed
         try:
-            if backend is not None and backend.stock and connection.status == 200:
-                self._answer_tokens = AnswerTokens()
-                reply.reader = self._answer_tokens.feed
-            await reply.relay(connection, chunk)
+            if reply.begun and not is_stream(connection):
+                await reply.end_with_answer(connection, chunk)
+            else:
+                await reply.relay(connection, chunk)
         except EngineLost as lost:
             self._answer_tokens = None
             self._suspect = backend
@@ -408,11 +404,3 @@ class ModelCall:
             gone = self._exchange.outcome is Outcome.CLIENT_GONE
             self._proxy.dispatcher.ended(self._dispatch, refused=self._refused, cancelled=gone)
             self._dispatch = None
-
-
-async def _rest(connection: Connection, chunk: bytes) -> bytes:
-    chunks, size = [chunk], len(chunk)
-    while not connection.at_end and size < _ERROR_BYTES:
-        chunks.append(await connection.chunk())
-        size += len(chunks[-1])
-    return b"".join(chunks)

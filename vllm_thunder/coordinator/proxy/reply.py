@@ -3,17 +3,27 @@
 import asyncio
 import zlib
 from collections.abc import Awaitable, Callable
+from math import inf
 
 from starlette.types import Message, Receive, Scope, Send
 
-from vllm_thunder.coordinator.proxy.answers import STREAM_HEADERS, error_event, refusal
+from vllm_thunder.coordinator.proxy.answers import (
+    STREAM_HEADERS,
+    error_event,
+    event_of_answer,
+    event_of_error,
+    refusal,
+)
 from vllm_thunder.coordinator.proxy.connection import Connection, EngineLost
 from vllm_thunder.coordinator.proxy.exchange import Exchange, Outcome
 from vllm_thunder.coordinator.proxy.heads import Headers, answer_headers, value_of
 
-__all__ = ["Departure", "Reply", "is_stream"]
+__all__ = ["Departure", "Reply", "is_stream", "rest_of"]
 
 _COMMENT = b": keep-alive\n\n"
+
+#: Bytes of an error answer that can become an event of a stream.
+_ERROR_BYTES = 1024 * 1024
 
 #: zlib's window bits for gzip or zlib data, whichever it is.
 _GZIP_OR_ZLIB = 47
@@ -23,6 +33,16 @@ def is_stream(connection: Connection) -> bool:
     """Whether the answer is a stream of server-sent events."""
     kind = _header(connection, b"content-type")
     return connection.status == 200 and kind.startswith(b"text/event-stream")
+
+
+async def rest_of(connection: Connection, chunk: bytes, most: float = _ERROR_BYTES) -> bytes:
+    """What there is of an answer's body from ``chunk`` on, little more than ``most`` bytes; raises
+    EngineLost when it is cut."""
+    chunks, size = [chunk], len(chunk)
+    while not connection.at_end and size < most:
+        chunks.append(await connection.chunk())
+        size += len(chunks[-1])
+    return b"".join(chunks)
 
 
 class Departure:
@@ -139,9 +159,7 @@ class Reply:
         """
         inflate = None
         if self.begun:
-            coding = _header(connection, b"content-encoding").lower()
-            if coding not in (b"", b"identity"):
-                inflate = zlib.decompressobj(_GZIP_OR_ZLIB)  # the response began without
+            inflate = _inflation_of(connection)  # the response began without a coding
         else:
             headers = answer_headers(connection.headers, connection.origin, self._root)
             self._streams = is_stream(connection) and not value_of(headers, b"content-encoding")
@@ -150,6 +168,25 @@ class Reply:
             await self._more(self._read(chunk) if inflate is None else _inflated(inflate, chunk))
             chunk = await connection.chunk()
         await self._last(self._read(chunk) if inflate is None else _inflated(inflate, chunk))
+        self._exchange.outcome = Outcome.OK
+
+    async def end_with_answer(self, connection: Connection, chunk: bytes) -> None:
+        """The answer of an engine, of which ``chunk`` has come and which is no stream, as the last
+        event of the stream that has begun. Raises EngineLost when it was cut."""
+        fine = 200 <= connection.status < 300
+        body = await rest_of(connection, chunk, inf if fine else _ERROR_BYTES)
+        inflate = _inflation_of(connection)
+        if inflate is not None:
+            try:
+                body = _inflated(inflate, body)
+            except EngineLost:
+                if fine:
+                    raise
+                body = b""  # its status tells, too
+        if fine:
+            await self.end_with(event_of_answer(self._path, self._read(body)))
+        else:
+            await self.end_with(event_of_error(self._path, connection.status, body))
         self._exchange.outcome = Outcome.OK
 
     async def refuse(self, status: int, message: str, field: str | None = None) -> None:
@@ -214,6 +251,12 @@ class Reply:
 def _header(connection: Connection, name: bytes) -> bytes:
     """The first value of a header of its answer by the lower-case name, b"" where there is none."""
     return next((value for key, value in connection.headers if key.lower() == name), b"")
+
+
+def _inflation_of(connection: Connection) -> "zlib._Decompress | None":
+    """What undoes its answer's content coding; None: it has none."""
+    coding = _header(connection, b"content-encoding").lower()
+    return None if coding in (b"", b"identity") else zlib.decompressobj(_GZIP_OR_ZLIB)
 
 
 def _inflated(inflate: "zlib._Decompress", chunk: bytes) -> bytes:
