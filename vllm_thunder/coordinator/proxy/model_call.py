@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -87,6 +88,7 @@ class ModelCall:
         span = self._span
         self._exchange = Exchange(
             self._path,
+            model_call=True,
             request_id=request_id_of(headers) or self._call_id,
             trace_id=trace_id_of(headers) if span is None else span.trace_id,
         )
@@ -218,7 +220,7 @@ class ModelCall:
 
     async def _ask_engines(self) -> None:
         """One after the other until one answers."""
-        backend = await self._placed()
+        backend = await self._waited_for(self._placed())
         while backend is not None:
             try:
                 chunk = await self._asked(backend)
@@ -227,7 +229,7 @@ class ModelCall:
                 self._note_ended()
                 if await self._at_fault(backend, lost):
                     return
-                backend = await self._placed_again(backend)
+                backend = await self._waited_for(self._placed_again(backend))
                 continue
             other = self._may_be_stored_at(backend)
             if other is None:
@@ -239,6 +241,13 @@ class ModelCall:
             self._exchange.attempts -= 1  # that one has answered
             backend = self._count_at(other)
         raise Unavailable("no engine can be used now; try again later")
+
+    async def _waited_for(self, placed: Awaitable[Backend | None]) -> Backend | None:
+        """What is awaited; the time counts, too, if nothing comes of it."""
+        try:
+            return await placed
+        finally:
+            self._exchange.queue_seconds = monotonic() - self._arrived
 
     async def _placed(self) -> Backend | None:
         turn, exchange = self._turn, self._exchange
