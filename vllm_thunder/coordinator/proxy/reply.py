@@ -25,6 +25,9 @@ _COMMENT = b": keep-alive\n\n"
 #: Bytes of an error answer that can become an event of a stream.
 _ERROR_BYTES = 1024 * 1024
 
+#: Answers that have no body; a length that one tells is that of another answer.
+_WITHOUT_BODY = frozenset({204, 304})
+
 #: zlib's window bits for gzip or zlib data, whichever it is.
 _GZIP_OR_ZLIB = 47
 
@@ -162,7 +165,11 @@ class Reply:
             inflate = _inflation_of(connection)  # the response began without a coding
         else:
             headers = answer_headers(connection.headers, connection.origin, self._root)
-            self._streams = is_stream(connection) and not value_of(headers, b"content-encoding")
+            # No event of ours fits behind what is packed, or into a length that was told.
+            fixed = value_of(headers, b"content-encoding") or value_of(headers, b"content-length")
+            self._streams = is_stream(connection) and not fixed
+            if connection.status in _WITHOUT_BODY:
+                headers = [item for item in headers if item[0] != b"content-length"]
             await self._start(connection.status, headers)
         while not connection.at_end:
             await self._more(self._read(chunk) if inflate is None else _inflated(inflate, chunk))
