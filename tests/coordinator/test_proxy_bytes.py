@@ -106,6 +106,23 @@ async def test_an_answer_is_what_the_engine_sent(kind, label):
         assert not front.failures
 
 
+@pytest.mark.parametrize("status", [b"204 No Content", b"304 Not Modified"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses/r", "/docs"])
+async def test_an_answer_without_a_body_tells_no_length_of_one(path, status):
+    """An engine may tell which length the answer would have had."""
+    said = raw(b"HTTP/1.1 %b\r\netag: 1\r\ncontent-length: 10\r\n\r\n" % status)
+    async with running_front() as front:
+        await front.add(FakeEngine(said))
+        client = await Client.to(front.port)
+        for _ in range(2):
+            client.send(post({}, path))
+            answer = await client.answer()
+            assert (answer.status, answer.headers) == (int(status[:3]), [(b"etag", b"1")])
+        client.leave()
+        await front.until(lambda: len(front.done) == 2)
+        assert {done.outcome for done in front.done} == {"ok"}
+
+
 @pytest.mark.parametrize("stock", [False, True], ids=["knows programs", "stock"])
 @pytest.mark.parametrize("options", [None, {"include_usage": True}, {"include_usage": False}])
 async def test_usage_options_change_nothing(options, stock):

@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import zlib
 
 import pytest
 
@@ -260,6 +261,73 @@ async def test_an_error_after_a_stream_has_begun_is_an_event_of_the_endpoint(pat
             message = data["delta"]["error"]
             assert rest == ["data: [DONE]", ""]
         assert message == "too long"
+
+
+def unpackable(body):
+    return b"br", b"???"
+
+
+PACKED = {
+    "gzip": lambda body: (b"GZIP", gzip.compress(body)),
+    "deflate": lambda body: (b"deflate", zlib.compress(body)),
+    "identity": lambda body: (b"identity", body),
+    "unknown": unpackable,
+}
+
+
+@pytest.mark.parametrize("how", PACKED)
+async def test_a_packed_error_after_a_stream_has_begun_is_told_unpacked(how):
+    coding, body = PACKED[how](ERRORS["OpenAI's"])
+    headers = b"content-type: application/json\r\ncontent-encoding: %b\r\n" % coding
+    async with running_front(keepalive_seconds=0.02) as front:
+        backend = await front.add(FakeEngine())
+        told = await held_stream(front, backend, whole(body, b"400 Bad", headers))
+        error = json.loads(told.split(b"\n\n")[0][6:])["error"]
+        assert error["code"] == 400
+        assert error["message"] == ("too long" if how != "unknown" else STATUS_400)
+        assert front.failures == []
+
+
+STATUS_400 = "the engine answered with status 400"
+
+WHOLE = {
+    "compact": b'{"id":"resp_1","status":"queued"}',
+    "indented": b'{\n  "id": "resp_1",\r\n  "status": "queued"\n}\n',
+    "3 MB": json.dumps({"id": "x" * 3_000_000}).encode(),
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("how", PACKED)
+@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages", "/invocations"])
+async def test_a_whole_answer_after_a_stream_has_begun_is_its_event(path, kind, how):
+    coding, body = PACKED[how](WHOLE[kind])
+    headers = b"content-type: application/json\r\ncontent-encoding: %b\r\n" % coding
+    async with running_front(keepalive_seconds=0.02) as front:
+        backend = await front.add(FakeEngine())
+        body = await held_stream(front, backend, whole(body, headers=headers), path)
+        if how == "unknown":
+            assert b"content coding" in body
+            assert front.done[0].outcome == "engine_lost"
+            return
+        first, *rest = body.split(b"\n\n")
+        lines = [line.removeprefix(b"data: ") for line in first.split(b"\n")]
+        assert all(line.startswith(b"data: ") for line in first.split(b"\n"))
+        assert b"\n".join(lines).split() == WHOLE[kind].split()
+        has_end = path in (CHAT, "/invocations")
+        assert rest == ([b"data: [DONE]", b""] if has_end else [b""])
+        assert front.done[0].outcome == "ok"
+
+
+async def test_a_whole_answer_that_breaks_after_a_stream_has_begun_is_an_error():
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{"
+    async with running_front(keepalive_seconds=0.02) as front:
+        backend = await front.add(FakeEngine())
+        body = await held_stream(front, backend, raw(head, lambda wire: wire.reset()))
+        error = json.loads(body.split(b"\n\n")[0][6:])["error"]
+        assert error["code"] == 502
+        assert front.done[0].outcome in ("engine_lost", "refused")
 
 
 async def test_a_packed_stream_goes_on_unpacked_where_it_has_begun():

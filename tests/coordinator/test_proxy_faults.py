@@ -306,8 +306,9 @@ async def test_a_stream_that_breaks_ends_with_an_error_of_its_endpoint(path, end
             headers=b"content-type: text/event-stream\r\ncontent-encoding: gzip\r\n",
             end=end,
         ),
+        lambda end: raw(HEAD.replace(b"application/json", b"text/event-stream") + b"half", end),
     ],
-    ids=["with a length", "in chunks", "a stream that is packed"],
+    ids=["with a length", "in chunks", "a stream that is packed", "a stream with a length"],
 )
 async def test_any_other_answer_that_breaks_is_seen_to_be_incomplete(answer, end):
     async with running_front() as front:

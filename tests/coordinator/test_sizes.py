@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from vllm_thunder.coordinator.prompts.prompts import Prompts
 from vllm_thunder.coordinator.prompts.sizes import (
     MEDIA_TOKENS,
     PrefixIndex,
@@ -85,7 +86,7 @@ def test_a_picture_of_five_megabytes_is_not_a_million_tokens():
 )
 def test_text_about_media_is_text(content):
     body = dump(chat(content))
-    assert body_size(body) == (len(body), 0)
+    assert body_size(body) == (len(body), 0, False)
 
 
 def test_values_called_data_that_are_short_or_words_are_text():
@@ -100,31 +101,72 @@ def test_values_called_data_that_are_short_or_words_are_text():
         {"data": 1},
     ):
         body = dump({"model": "m", "messages": [{"data": value}], "data": "data"})
-        assert body_size(body) == (len(body), 0)
+        assert body_size(body) == (len(body), 0, False)
 
 
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("name", ["prompt", "input", "token_ids"])
 @pytest.mark.parametrize(
-    "ids", [[5], list(range(1000)), [[1, 2, 3], [4], [5, 6]], [[7]], [123456789] * 999]
+    "ids", [[5], list(range(1000)), [[1, 2, 3], [4], [5, 6]], [[7]], [[1], [2]], [123456789] * 999]
 )
-def test_a_prompt_of_token_ids_counts_the_ids(ids, name, writer):
+def test_of_prompts_of_token_ids_the_longest_counts(ids, name, writer):
     body = dump({"model": "m", name: ids, "max_tokens": 5}, **WRITERS[writer])
-    expected = sum(len(each) if isinstance(each, list) else 1 for each in ids)
+    lists = ids if isinstance(ids[0], list) else [ids]
+    expected = max(map(len, lists))
     size = body_size(body)
     assert size.counted_tokens == expected
     assert size.text_bytes < 100
+    assert size.several is (len(lists) > 1)
     last = body_size(dump({"model": "m", name: ids}, **WRITERS[writer]))
     assert last.counted_tokens == expected
 
 
 @pytest.mark.parametrize(
-    "prompt", ["text", ["some", "texts"], "[1, 2, 3]", [], [[]], {"a": [1, 2]}, [{"x": 1}], None]
+    "prompt", ["text", ["a text"], "[1, 2, 3]", [], [[]], {"a": [1, 2]}, [{"x": 1}], None]
 )
 def test_prompts_that_are_no_ids_are_text(prompt):
     for name in ("prompt", "input"):
         body = dump({"model": "m", name: prompt, "stop_token_ids": [1, 2, 3]})
-        assert body_size(body) == (len(body), 0)
+        assert body_size(body) == (len(body), 0, False)
+
+
+TEXTS = ["short", "word " * 500, 'odd ", " [1, 2], [3] \\ ', "", "☃", *["word " * 20] * 1000]
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize(
+    "name", ["prompt", "input", "texts", "documents", "queries", "items", "text_2", "data_1"]
+)
+def test_of_a_list_of_texts_the_longest_counts(name, writer):
+    several = body_size(dump({"model": "m", name: TEXTS}, **WRITERS[writer]))
+    one = body_size(dump({"model": "m", name: [TEXTS[1]]}, **WRITERS[writer]))
+    assert several.text_bytes == pytest.approx(one.text_bytes, abs=60)
+    assert (several.several, one.several) == (True, False)
+    longest_last = body_size(dump({name: TEXTS[::-1]}, **WRITERS[writer]))
+    assert longest_last.text_bytes == pytest.approx(one.text_bytes, abs=60)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_of_several_chats_the_longest_counts(writer):
+    chats = [[{"role": "user", "content": "word " * n}] for n in (10, 900, 20)]
+    size = body_size(dump({"model": "m", "messages": chats}, **WRITERS[writer]))
+    one = body_size(dump({"model": "m", "messages": chats[1]}, **WRITERS[writer]))
+    assert size.text_bytes == pytest.approx(one.text_bytes, abs=60)
+    assert (size.several, one.several) == (True, False)
+
+
+def test_what_is_no_json_has_no_text():
+    assert body_size(None) == (0, MEDIA_TOKENS, False)
+
+
+def test_neither_lists_nor_what_is_no_json_move_the_ratio():
+    prompts = Prompts()
+    before = prompts.look(dump(chat("x" * 1000)), 0.0, is_new=False).tokens
+    for body in (None, dump({"input": ["x" * 1000] * 100}), dump({"prompt": [[1] * 50] * 9})):
+        size = prompts.look(body, 0.0, is_new=True).size
+        for tokens in (1, 1500, 100_000):
+            prompts.counted(size, tokens)
+    assert prompts.look(dump(chat("x" * 1000)), 0.0, is_new=False).tokens == before
 
 
 @given(body=st.binary(max_size=300) | st.text(max_size=300).map(str.encode))
@@ -359,6 +401,8 @@ LARGE = {
     "text": {"model": "m", "prompt": "word " * 400_000},
     "ids": {"model": "m", "prompt": [100_000 + n for n in range(250_000)]},
     "lists of ids": {"model": "m", "input": [[1, 2]] * 250_000},
+    "texts": {"model": "m", "input": ["word " * 20] * 20_000},
+    "short texts": {"model": "m", "input": ["a"] * 400_000},
     "quotes": chat('"' * 1_000_000),
     "data": chat(*["data"] * 50_000, *['"data"'] * 50_000),
     "picture": chat([MEDIA["openai image"]] * 5),
@@ -377,6 +421,14 @@ def test_two_megabytes_take_milliseconds(kind):
 def test_beyond_some_thousand_places_what_is_there_is_text():
     body = dump(chat([MEDIA["messages"] | {"source": {"data": "A" * 300}}] * 5_000))
     assert body_size(body).counted_tokens == 2000 * MEDIA_TOKENS
+
+
+def test_items_beyond_some_thousand_are_taken_to_be_no_longer():
+    for item in ("word " * 20, [1, 2, 3]):
+        size = body_size(dump({"input": [item] * 5000}))
+        few = body_size(dump({"input": [item] * 5}))
+        assert size.text_bytes == pytest.approx(few.text_bytes, abs=20)
+        assert size.counted_tokens == few.counted_tokens
 
 
 def test_ten_kilobytes_take_microseconds():

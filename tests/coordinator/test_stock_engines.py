@@ -14,6 +14,7 @@ from tests.coordinator.test_stock_metrics import vllm_text
 
 _NOBODY_WAITS = re.compile(r"(?m)^(vllm:num_requests_waiting\{.*\} ).*$")
 USAGE = {"prompt_tokens": 480, "completion_tokens": 20, "total_tokens": 500}
+LONG_MODELS = {**MODELS, "data": [{**MODELS["data"][0], "max_model_len": 16_000}]}
 STREAM = chunked(
     b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n',
     b'data: {"choices": [], "usage": %b}\n\n' % json.dumps(USAGE).encode(),
@@ -23,7 +24,7 @@ STREAM = chunked(
 
 
 class StockEngine(FakeEngine):
-    """Stock vLLM: 1,000 blocks of 16 tokens."""
+    """Stock vLLM: 1,000 blocks of 16 tokens, which a context may have all."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +37,7 @@ class StockEngine(FakeEngine):
 
     async def _route(self, request, wire):
         pages = {
-            "/v1/models": json.dumps(MODELS).encode(),
+            "/v1/models": json.dumps(LONG_MODELS).encode(),
             "/tokenize": b'{"tokens": [1, 2, 3]}',
             "/metrics": _NOBODY_WAITS.sub(r"\g<1>0.0", vllm_text()).encode(),
             "/health": b"",

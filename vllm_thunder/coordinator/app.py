@@ -12,7 +12,11 @@ from vllm_thunder.coordinator.broadcast import BROADCAST_PATHS, SINGLE_ENGINE_PA
 from vllm_thunder.coordinator.fleet.fleet import Fleet
 from vllm_thunder.coordinator.proxy.answers import refusal
 from vllm_thunder.coordinator.proxy.proxy import Proxy
-from vllm_thunder.coordinator.proxy.request_body import BodyTooLarge, body_within
+from vllm_thunder.coordinator.proxy.request_body import (
+    BodyTooLarge,
+    body_within,
+    has_other_coding,
+)
 from vllm_thunder.coordinator.proxy.stored import STORED_PREFIX
 from vllm_thunder.program.endpoints import MODEL_CALLS
 
@@ -48,6 +52,8 @@ class Coordinator:
         path, method = path_of(scope), scope["method"]
         if self._keys and path not in _OPEN_PATHS and not self._has_key(scope):
             await _refuse(send, path, 401, "The API key is missing or wrong.")
+        elif has_other_coding(scope):
+            await _refuse(send, path, 501, "No transfer coding but chunked can be read.")
         elif method == "POST" and (path in MODEL_CALLS or path in _OTHER_MODEL_CALLS):
             await self._proxy.model_call(scope, receive, send)
         elif _is_admin(path):

@@ -23,8 +23,9 @@ class Calls:
         self._stock = stock
         self._clock = clock
 
-    def look(self, turn: Turn | None, body: bytes) -> Prompt:
-        """What there is to know of the prompt before it is sent."""
+    def look(self, turn: Turn | None, body: bytes | None) -> Prompt:
+        """What there is to know of the prompt before it is sent; ``body``: None where it is no
+        JSON."""
         program = None if turn is None else self._fleet.get(turn.program_id)
         is_new = turn is not None and (program is None or program.home is None)
         return self._prompts.look(body, self._clock(), is_new=is_new)

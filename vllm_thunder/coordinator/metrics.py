@@ -74,9 +74,11 @@ class Metrics:
         registry.register(self)
 
     def ended(self, exchange: Exchange) -> None:
-        """A model call ended."""
+        """A request ended; only what is about model calls is counted."""
         if exchange.replica is not None:
             self._passed_on.labels(str(exchange.outcome)).inc()
+            return
+        if not exchange.model_call:
             return
         labelled = exchange.program_id is not None
         self._turns.labels(str(exchange.outcome), "false" if labelled else "true").inc()

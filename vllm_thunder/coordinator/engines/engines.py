@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
+from math import inf
 from pathlib import Path
 
 import aiohttp
@@ -144,7 +145,8 @@ class Engines:
         joined = []
         for rank in ranks:
             name = url if rank is None else f"{url}#{rank}"
-            backend = Backend(name, url, rank, stock=not facts.knows_programs)
+            longest = facts.longest_context or inf
+            backend = Backend(name, url, rank, longest, stock=not facts.knows_programs)
             if len(self._fleet.backends) >= self._config.max_engines:
                 raise EngineError(f"{url}: {self._config.max_engines} engines are the limit")
             self._fleet.joined(backend)

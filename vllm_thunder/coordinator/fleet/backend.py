@@ -28,12 +28,14 @@ class Backend:
     """Mutable record; only :class:`~vllm_thunder.coordinator.fleet.fleet.Fleet` writes to it.
 
     ``url``: where its HTTP server is, without a slash at the end. ``rank``: which data-parallel
-    rank of that server it is; None: the server is one engine.
+    rank of that server it is; None: the server is one engine. ``longest_context``: tokens; it
+    refuses longer ones.
     """
 
     backend_id: str
     url: str = ""
     rank: int | None = None
+    longest_context: float = inf
     health: Health = Health.UNKNOWN
     #: Why it cannot be used, for people.
     problem: str | None = None
@@ -80,9 +82,10 @@ class Backend:
         return (self.report.claimed_blocks + self.placed_blocks) / self.report.capacity_blocks
 
     def blocks(self, tokens: float) -> int:
-        """Blocks that a context with so many tokens takes, at least 1; a usable backend knows."""
+        """Blocks that a context with so many tokens takes, at least 1, and at most those of the
+        longest context; a usable backend knows."""
         assert self.blocks_of is not None
-        return max(self.blocks_of(tokens), 1)
+        return max(self.blocks_of(min(tokens, self.longest_context)), 1)
 
     def tokens(self, blocks: int) -> float:
         """Tokens of a context that has so many blocks here."""

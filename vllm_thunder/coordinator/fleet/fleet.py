@@ -366,9 +366,8 @@ class Fleet:
             self.queue.settle(program, now + program.stay_seconds(self.config.stickiness), now)
 
     def _need(self, program: Tracked) -> float:
-        """Blocks that its next turn takes, on any engine: they serve one model."""
-        backend = self.rooms.largest()
-        return inf if backend is None else backend.blocks(program.prompt_tokens + self.growth.value)
+        """Blocks that its next turn takes, on any engine."""
+        return self.rooms.need(program.prompt_tokens + self.growth.value)
 
     def _dispatch(self, placement: Placement, now: float) -> list[Dispatch]:
         program, backend, reason, blocks = placement

@@ -41,6 +41,8 @@ class Rooms:
     def __init__(self) -> None:
         self._sorted: list[tuple[float, int, Backend]] = []
         self._entry_of: dict[Backend, tuple[float, int, Backend]] = {}
+        #: Blocks of each, reserved ones too.
+        self._capacity: dict[Backend, int] = {}
         #: Falls with every change, so that of equal rooms the one that changed last comes first.
         self._age = 0
         #: What :meth:`tried` puts back: each backend's entry before its first change.
@@ -56,8 +58,10 @@ class Rooms:
     def update(self, backend: Backend) -> None:
         """The backend's room, seats or health changed."""
         self._remove(backend)
-        if not backend.usable:
+        if not backend.usable or backend.report is None:
+            self._capacity.pop(backend, None)
             return
+        self._capacity[backend] = backend.report.capacity_blocks
         self._put(backend, backend.room)
 
     def of(self, backend: Backend) -> float | None:
@@ -76,6 +80,17 @@ class Rooms:
         if not self._sorted or self._sorted[-1][0] < blocks:
             return None
         return self._sorted[-1][2]
+
+    def need(self, tokens: float) -> float:
+        """Blocks that so many tokens take, on any backend: they serve one model. At most all of
+        the largest one's, since nobody can wait for more; inf while none can be used."""
+        backend = self.largest()
+        if backend is None:
+            return inf
+        blocks = backend.blocks(tokens)
+        if blocks > self._capacity[backend]:
+            blocks = min(blocks, max(self._capacity.values()))
+        return blocks
 
     # -- what if -----------------------------------------------------------------------
 

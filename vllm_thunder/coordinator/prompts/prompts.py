@@ -34,11 +34,12 @@ class Prompts:
         self._estimate = TokenEstimate()
         self._index = PrefixIndex()
 
-    def look(self, body: bytes, now: float, *, is_new: bool) -> Prompt:
-        """``is_new``: its program has no home yet, so it matters where its beginning is."""
+    def look(self, body: bytes | None, now: float, *, is_new: bool) -> Prompt:
+        """``body``: None where it is no JSON. ``is_new``: its program has no home yet, so it
+        matters where its beginning is."""
         size = body_size(body)
         tokens = self._estimate.tokens(size)
-        marks = prefix_marks(body) if is_new else []
+        marks = prefix_marks(body) if is_new and body is not None else []
         cached = {}
         if marks:
             per_token = self._estimate.bytes_per_token()

@@ -34,11 +34,18 @@ _BASE64_FOLLOWS = b";base64,"
 _LONGEST_HEAD = 200
 #: A value of ``data`` that begins with so much base64 is taken for it.
 _BASE64 = re.compile(rb'\s*:\s*"(?=[A-Za-z0-9+/=_\-]{256})')
-#: Prompts that may be given as token ids, as one list or a list of lists.
-_ID_NAMES = (b'"prompt"', b'"input"', b'"token_ids"')
-_IDS_FOLLOW = re.compile(rb"\s*:\s*\[[\s\[]*\d")
+#: Lists: of texts, of token ids, and of either of these or of whole chats.
+_TEXTS = re.compile(rb'\[\s*"')
+_IDS = re.compile(rb"\[[\s\[]*\d")
+_LISTS = re.compile(rb"\[\s*\[")
+#: What stands between two of their items. In a text its quotes would be escaped.
+_BETWEEN_TEXTS = re.compile(rb'"\s*,\s*"')
+_BETWEEN_LISTS = re.compile(rb"\]\s*,\s*\[")
+_CHAT = b'"messages"'
+_CHATS_FOLLOW = re.compile(rb"\s*:\s*\[\s*\[")
 
-#: Places in a body that are looked at; what is behind them counts as text.
+#: Places in a body, and items of a list, that are looked at; behind them all is text, and items are
+#: taken to be no longer.
 _MOST_PLACES = 2000
 
 #: The first mark covers so many bytes, the next twice as many, up to ``_LONGEST_MARK``.
@@ -48,20 +55,32 @@ _LONGEST_MARK = 1 << 20
 
 class BodySize(NamedTuple):
     """``text_bytes``: of the body, without what is not text. ``counted_tokens``: token ids, and an
-    allowance for every picture, recording or film."""
+    allowance for every picture, recording or film. ``several``: there are several prompts, for
+    each of which an engine needs memory of its own; this is the size of the largest."""
 
     text_bytes: int
     counted_tokens: int
+    several: bool = False
 
 
-def body_size(body: bytes) -> BodySize:
+def body_size(body: bytes | None) -> BodySize:
     """What a model call's JSON body is made of; a picture given by its address counts as its
-    address. Costs a few searches through the bytes, nothing is parsed."""
+    address. Costs a few searches through the bytes, nothing is parsed. None: a body that is no
+    JSON, which is a recording in nearly all cases."""
+    if body is None:
+        return BodySize(0, MEDIA_TOKENS)
     media, media_bytes = _inline_media(body)
-    # Chats are text, and looking for what is not there costs a search through all of it.
-    ids, id_bytes = (0, 0) if b'"messages"' in body else _token_ids(body)
-    text_bytes = len(body) - media_bytes - id_bytes
-    return BodySize(max(text_bytes, 0), ids + media * MEDIA_TOKENS)
+    text_bytes = len(body) - media_bytes
+    ids, several = 0, False
+    for prompts in _lists_in(body):
+        text_bytes -= len(prompts)
+        largest, among = _largest(prompts)
+        several = several or among
+        if _IDS.match(prompts):
+            ids = max(largest.count(b",") + 1, ids)
+        else:
+            text_bytes += len(largest)
+    return BodySize(max(text_bytes, 0), ids + media * MEDIA_TOKENS, several)
 
 
 class TokenEstimate:
@@ -78,8 +97,10 @@ class TokenEstimate:
     def learn(self, size: BodySize, tokens: int, model: str = "") -> None:
         """A prompt of this size turned out to have ``tokens`` tokens."""
         text_tokens = tokens - size.counted_tokens
+        if size.several or size.text_bytes < _FEWEST_BYTES:
+            return
         # Where text is the smaller part the allowances for media decide, and they are no measure.
-        if size.text_bytes < _FEWEST_BYTES or text_tokens <= size.counted_tokens:
+        if text_tokens <= size.counted_tokens:
             return
         if model not in self._seen and len(self._seen) >= _MOST_MODELS:
             return
@@ -228,22 +249,47 @@ def _start_of_base64(body: bytes, after: int) -> int:
     return -1 if named is None else named.end()
 
 
-def _token_ids(body: bytes) -> tuple[int, int]:
-    """How many token ids stand in lists of them, and how many bytes these take."""
-    count = size = 0
-    for name in _ID_NAMES:
-        at = 0
-        for _ in range(_MOST_PLACES):
-            at = body.find(name, at)
-            if at < 0:
-                break
-            at += len(name)
-            if _IDS_FOLLOW.match(body, at):
-                # No id has a quote: the last bracket before the next quote ends the list.
-                quote = body.find(b'"', at)
-                end = body.rfind(b"]", at, quote if quote >= 0 else len(body))
-                if end >= 0:
-                    count += body.count(b",", at, end) + 1
-                    size += end - at
-                    at = end
-    return count, size
+class _Lists(msgspec.Struct):
+    """Members of a body that may be a list of prompts, or of what prompts are made of."""
+
+    messages: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+    input_ids: msgspec.Raw = msgspec.Raw()
+    token_ids: msgspec.Raw = msgspec.Raw()
+    text: msgspec.Raw = msgspec.Raw()
+    texts: msgspec.Raw = msgspec.Raw()
+    documents: msgspec.Raw = msgspec.Raw()
+    queries: msgspec.Raw = msgspec.Raw()
+    items: msgspec.Raw = msgspec.Raw()
+    text_1: msgspec.Raw = msgspec.Raw()
+    text_2: msgspec.Raw = msgspec.Raw()
+    data_1: msgspec.Raw = msgspec.Raw()
+    data_2: msgspec.Raw = msgspec.Raw()
+
+
+_LISTS_DECODER = msgspec.json.Decoder(_Lists)
+
+
+def _lists_in(body: bytes) -> list[bytes]:
+    """Its lists of texts, of token ids, and of lists of these or chats."""
+    chat = body.find(_CHAT)
+    if chat >= 0 and not _CHATS_FOLLOW.match(body, chat + len(_CHAT)):
+        return []  # a chat is text, and to look for what is not there costs time
+    try:
+        found = msgspec.structs.astuple(_LISTS_DECODER.decode(body))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return []
+    members = (bytes(raw) for raw in found if len(raw))
+    return [raw for raw in members if _TEXTS.match(raw) or _IDS.match(raw) or _LISTS.match(raw)]
+
+
+def _largest(prompts: bytes) -> tuple[bytes, bool]:
+    """The longest item of a list of prompts, and whether there are others; of a list of ids, which
+    is one prompt, all of it."""
+    pattern = _BETWEEN_TEXTS if _TEXTS.match(prompts) else _BETWEEN_LISTS
+    between = pattern.search(prompts)
+    if between is None:
+        return prompts, False
+    items = prompts.split(between[0], _MOST_PLACES)
+    return max(items[:_MOST_PLACES], key=len), True

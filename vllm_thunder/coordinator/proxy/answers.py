@@ -7,7 +7,14 @@ import msgspec
 
 from vllm_thunder.coordinator.proxy.heads import Headers
 
-__all__ = ["STREAM_HEADERS", "STREAM_PATHS", "error_event", "event_of_answer", "refusal"]
+__all__ = [
+    "STREAM_HEADERS",
+    "STREAM_PATHS",
+    "error_event",
+    "event_of_answer",
+    "event_of_error",
+    "refusal",
+]
 
 #: Endpoints that answer ``stream: true`` in a JSON body with server-sent events; ``/generate`` is
 #: SGLang's.
@@ -16,6 +23,7 @@ STREAM_PATHS = frozenset(
         "/cohere/v2/chat",
         "/generate",
         "/inference/v1/generate",
+        "/invocations",
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/messages",
@@ -27,6 +35,8 @@ STREAM_PATHS = frozenset(
 STREAM_HEADERS: Headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
 _DONE = b"data: [DONE]\n\n"
+#: Their streams end without it.
+_WITHOUT_DONE = ("/v1/messages", "/v1/responses")
 
 
 def refusal(
@@ -57,8 +67,15 @@ def error_event(path: str, status: int, message: str) -> bytes:
     return _event(path, error)
 
 
-def event_of_answer(path: str, status: int, body: bytes) -> bytes:
-    """The same for an answer of an engine, which is no stream and came when one had begun."""
+def event_of_answer(path: str, body: bytes) -> bytes:
+    """The end of a stream that had begun when an engine answered all at once: the answer as it is,
+    and what follows it."""
+    lines = b"".join(b"data: %b\n" % line for line in body.splitlines() or [b""])
+    return lines + b"\n" + (b"" if path.startswith(_WITHOUT_DONE) else _DONE)
+
+
+def event_of_error(path: str, status: int, body: bytes) -> bytes:
+    """The same as :func:`error_event` for an error that an engine answered with."""
     try:
         told = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):

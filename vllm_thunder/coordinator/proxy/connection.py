@@ -4,12 +4,17 @@ The usual clients do more than a proxy may: they re-encode header bytes that are
 headers of their own. This one writes the head that it is given, and tells what came back.
 """
 
+from __future__ import annotations
+
 import asyncio
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from vllm_thunder.program.errors import ThunderError
+
+if TYPE_CHECKING:
+    from vllm_thunder.coordinator.proxy.pool import Origin
 
 __all__ = ["Connection", "EngineLost"]
 
@@ -52,7 +57,7 @@ class Connection(asyncio.Protocol):
         "transport",
     )
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, origin: object):
+    def __init__(self, loop: asyncio.AbstractEventLoop, origin: Origin):
         self._loop = loop
         self.origin = origin
         self.transport: asyncio.Transport

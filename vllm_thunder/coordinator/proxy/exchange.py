@@ -20,9 +20,10 @@ class Exchange:
     ``request_id`` is the client's ``X-Request-Id``, for a model call without one an id of our own.
     ``trace_id``: of the trace that the call is part of. ``status`` is 0 when the client got none.
     ``read_seconds``: until the whole request had come. ``queue_seconds``: from then until it was
-    sent to the engine that answered. ``first_byte_seconds``: from then until the answer's first
-    byte came; None: none did. ``attempts``: engines that it was sent to. ``replica``: the other
-    coordinator that it was passed on to, which notes the rest.
+    sent to the engine that answered, or until it was over where no engine got it.
+    ``first_byte_seconds``: from then until the answer's first byte came; None: none did.
+    ``attempts``: engines that it was sent to. ``replica``: the other coordinator that it was passed
+    on to, which notes the rest. ``model_call``: false where it was about something else.
     """
 
     path: str
@@ -41,3 +42,4 @@ class Exchange:
     attempts: int = 0
     prompt_bytes: int = 0
     answer_bytes: int = 0
+    model_call: bool = False

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from starlette.types import Scope
 
+from vllm_thunder.coordinator.proxy.location import location_for_client
 from vllm_thunder.coordinator.proxy.pool import Origin
 from vllm_thunder.program.endpoints import REPLICA_HEADER, WAITED_HEADER
 
@@ -47,6 +48,7 @@ _TRACE_ID = re.compile(rb"00-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a
 _WAITED = WAITED_HEADER.encode()
 _REPLICA = REPLICA_HEADER.encode()
 _RANK = b"x-data-parallel-rank"
+_LOCATION = b"location"
 
 #: Of a request: what is written anew. Who asks for ``100-continue`` was answered here.
 _WRITTEN_ANEW = _HOP_BY_HOP | {b"host", b"content-length", b"expect", _WAITED, _REPLICA}
@@ -116,11 +118,16 @@ class RequestHead:
         return b"".join(parts)
 
 
-def answer_headers(headers: Headers) -> Headers:
-    """An engine's headers as its answer carries them to the client; lower-case names."""
+def answer_headers(headers: Headers, origin: Origin, root: str) -> Headers:
+    """The headers of an answer from ``origin`` as the client gets them; lower-case names. ``root``
+    as of :func:`~vllm_thunder.coordinator.proxy.location.location_for_client`."""
     lowered = [(name.lower(), value) for name, value in headers]
     dropped = _HOP_BY_HOP | _named_by_connection(lowered)
-    return [item for item in lowered if item[0] not in dropped]
+    return [
+        (name, location_for_client(value, origin, root) if name == _LOCATION else value)
+        for name, value in lowered
+        if name not in dropped
+    ]
 
 
 def value_of(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import zlib
+from collections.abc import Awaitable
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -15,8 +15,9 @@ from vllm_thunder.coordinator.fleet.backend import Backend
 from vllm_thunder.coordinator.fleet.dispatch import Dispatch, Overloaded, Unavailable
 from vllm_thunder.coordinator.prompts.prompts import Prompt
 from vllm_thunder.coordinator.prompts.usage import AnswerTokens
-from vllm_thunder.coordinator.proxy.answers import STREAM_PATHS, event_of_answer
-from vllm_thunder.coordinator.proxy.connection import Connection, EngineLost
+from vllm_thunder.coordinator.proxy.answers import STREAM_PATHS
+from vllm_thunder.coordinator.proxy.codings import gunzipped
+from vllm_thunder.coordinator.proxy.connection import EngineLost
 from vllm_thunder.coordinator.proxy.exchange import Exchange, Outcome
 from vllm_thunder.coordinator.proxy.heads import (
     RequestHead,
@@ -24,7 +25,7 @@ from vllm_thunder.coordinator.proxy.heads import (
     trace_id_of,
     value_of,
 )
-from vllm_thunder.coordinator.proxy.reply import Departure, Reply, is_stream
+from vllm_thunder.coordinator.proxy.reply import Departure, Reply, is_stream, rest_of
 from vllm_thunder.coordinator.proxy.request_body import BodyTooLarge, body_within
 from vllm_thunder.coordinator.proxy.upstream import Upstream
 from vllm_thunder.coordinator.replicas.replicas import Replicas
@@ -45,9 +46,6 @@ _REPLICA = REPLICA_HEADER.encode()
 
 #: How often a call may be lost by engines that are up before it is the call that is at fault.
 _MOST_LOSSES = 3
-
-#: Bytes of an error answer that can become an event of a stream.
-_ERROR_BYTES = 1024 * 1024
 
 
 class ModelCall:
@@ -90,10 +88,11 @@ class ModelCall:
         span = self._span
         self._exchange = Exchange(
             self._path,
+            model_call=True,
             request_id=request_id_of(headers) or self._call_id,
             trace_id=trace_id_of(headers) if span is None else span.trace_id,
         )
-        self._reply = Reply(self._path, send, self._exchange)
+        self._reply = Reply(scope, send, self._exchange)
         self._upstream = Upstream(proxy.pool, proxy.ongoing, proxy.connect_seconds)
         self._arrived = 0.0
         self._head: RequestHead
@@ -149,23 +148,18 @@ class ModelCall:
         limit = self._proxy.max_body_bytes
         try:
             body = await body_within(limit, self._scope, receive)
+            if body is None:
+                return False
+            self._body = self._text = body
+            self._exchange.prompt_bytes = len(body)
+            if has_json_body(self._scope):
+                coding = value_of(self._scope["headers"], b"content-encoding").lower()
+                if coding in (b"gzip", b"x-gzip"):
+                    self._text = gunzipped(body, limit)
+                self._fields = decode_routing_fields(self._text)
         except BodyTooLarge as error:
             await self._reply.refuse(413, str(error))
             return False
-        if body is None:
-            return False
-        headers = self._scope["headers"]
-        self._body = self._text = body
-        self._exchange.prompt_bytes = len(body)
-        if has_json_body(self._scope):
-            coding = value_of(headers, b"content-encoding").lower()
-            if coding in (b"gzip", b"x-gzip"):
-                text = _gunzipped(body, limit)
-                if len(text) > limit:
-                    await self._reply.refuse(413, str(BodyTooLarge(limit)))
-                    return False
-                self._text = text
-            self._fields = decode_routing_fields(self._text)
         named = identity_headers(self._scope)
         named.pop(WAITED_HEADER, None)  # that is for us to say
         try:
@@ -226,7 +220,7 @@ class ModelCall:
 
     async def _ask_engines(self) -> None:
         """One after the other until one answers."""
-        backend = await self._placed()
+        backend = await self._waited_for(self._placed())
         while backend is not None:
             try:
                 chunk = await self._asked(backend)
@@ -235,7 +229,7 @@ class ModelCall:
                 self._note_ended()
                 if await self._at_fault(backend, lost):
                     return
-                backend = await self._placed_again(backend)
+                backend = await self._waited_for(self._placed_again(backend))
                 continue
             other = self._may_be_stored_at(backend)
             if other is None:
@@ -248,12 +242,19 @@ class ModelCall:
             backend = self._count_at(other)
         raise Unavailable("no engine can be used now; try again later")
 
+    async def _waited_for(self, placed: Awaitable[Backend | None]) -> Backend | None:
+        """What is awaited; the time counts, too, if nothing comes of it."""
+        try:
+            return await placed
+        finally:
+            self._exchange.queue_seconds = monotonic() - self._arrived
+
     async def _placed(self) -> Backend | None:
         turn, exchange = self._turn, self._exchange
         if turn is None:
             return self._count_at(self._proxy.fleet.least_busy())
         exchange.program_id, exchange.turn_id = turn.program_id, turn.turn_id
-        prompt = self._prompt = self._proxy.calls.look(turn, self._text)
+        prompt = self._prompt = self._proxy.calls.look(turn, self._json_text())
         self._dispatch = await self._proxy.dispatcher.place(
             turn, prompt.tokens, prompt.cached, self._body_bytes()
         )
@@ -271,6 +272,10 @@ class ModelCall:
         dispatch, self._dispatch = self._dispatch, None
         self._dispatch = await self._proxy.dispatcher.place_again(dispatch, self._body_bytes())
         return self._dispatch.backend
+
+    def _json_text(self) -> bytes | None:
+        """The body where engines read it as JSON."""
+        return None if self._fields is None else self._text
 
     def _body_bytes(self) -> int:
         """What the body takes in memory until an engine answers."""
@@ -302,7 +307,7 @@ class ModelCall:
         assert connection is not None
         self._exchange.first_byte_seconds = monotonic() - sent
         if self._reply.holding and not is_stream(connection):
-            return await _rest(connection, chunk)  # to be an event, it has to be whole
+            return await rest_of(connection, chunk)  # to be an event, it has to be whole
         return chunk
 
     def _may_be_stored_at(self, backend: Backend) -> Backend | None:
@@ -348,15 +353,14 @@ class ModelCall:
         self._body = self._text = b""  # it is not sent again, and answers take minutes
         self._fields = None
         await reply.hush()
-        if reply.begun and not is_stream(connection):
-            await reply.end_with(event_of_answer(self._path, connection.status, chunk))
-            self._exchange.outcome = Outcome.OK
-            return
+        if backend is not None and backend.stock and connection.status == 200:
+            self._answer_tokens = AnswerTokens()
+            reply.reader = self._answer_tokens.feed
         try:
-            if backend is not None and backend.stock and connection.status == 200:
-                self._answer_tokens = AnswerTokens()
-                reply.reader = self._answer_tokens.feed
-            await reply.relay(connection, chunk)
+            if reply.begun and not is_stream(connection):
+                await reply.end_with_answer(connection, chunk)
+            else:
+                await reply.relay(connection, chunk)
         except EngineLost as lost:
             self._answer_tokens = None
             self._suspect = backend
@@ -384,7 +388,7 @@ class ModelCall:
         if self._prompt is None:
             if not backend.stock:
                 return  # nobody wants to know
-            self._prompt = calls.look(None, self._text)
+            self._prompt = calls.look(None, self._json_text())
         calls.sent(backend, self._turn, self._call_id, self._prompt)
         self._at = backend
 
@@ -409,27 +413,3 @@ class ModelCall:
             gone = self._exchange.outcome is Outcome.CLIENT_GONE
             self._proxy.dispatcher.ended(self._dispatch, refused=self._refused, cancelled=gone)
             self._dispatch = None
-
-
-async def _rest(connection: Connection, chunk: bytes) -> bytes:
-    chunks, size = [chunk], len(chunk)
-    while not connection.at_end and size < _ERROR_BYTES:
-        chunks.append(await connection.chunk())
-        size += len(chunks[-1])
-    return b"".join(chunks)
-
-
-def _gunzipped(body: bytes, limit: int) -> bytes:
-    """What ``body`` unpacks to, a little over ``limit`` bytes at most; itself if it does not."""
-    parts: list[bytes] = []
-    room = limit + 1
-    rest = body
-    try:
-        while rest and room:
-            member = zlib.decompressobj(31)
-            parts.append(member.decompress(rest, room))
-            room -= len(parts[-1])
-            rest = member.unused_data
-    except zlib.error:
-        return body  # no engine can read it either
-    return b"".join(parts)

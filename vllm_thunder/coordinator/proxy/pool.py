@@ -94,9 +94,7 @@ class ConnectionPool:
             return
         loop = asyncio.get_running_loop()
         connection.rest(loop.time())
-        origin = connection.origin
-        assert isinstance(origin, Origin)
-        self._idle.setdefault(origin, deque()).append(connection)
+        self._idle.setdefault(connection.origin, deque()).append(connection)
         if self._sweep is None:
             self._sweep = loop.call_later(self._idle_seconds, self._close_old)
 

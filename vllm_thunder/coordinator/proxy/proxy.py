@@ -91,10 +91,9 @@ class Proxy:
 
     async def pass_on(self, scope: Scope, receive: Receive, send: Send, backend: Backend) -> None:
         """Serve any other request by one engine, its body passed on as it comes."""
-        path = path_of(scope)
         request_id = request_id_of(scope["headers"])
-        exchange = Exchange(path, request_id=request_id, backend_id=backend.backend_id)
-        reply = Reply(path, send, exchange)
+        exchange = Exchange(path_of(scope), request_id=request_id, backend_id=backend.backend_id)
+        reply = Reply(scope, send, exchange)
         upstream = Upstream(self.pool, self.ongoing, self.connect_seconds)
         passage = _Passage(self, scope, upstream, reply, exchange)
         began = monotonic()

@@ -3,17 +3,30 @@
 import asyncio
 import zlib
 from collections.abc import Awaitable, Callable
+from math import inf
 
-from starlette.types import Message, Receive, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from vllm_thunder.coordinator.proxy.answers import STREAM_HEADERS, error_event, refusal
+from vllm_thunder.coordinator.proxy.answers import (
+    STREAM_HEADERS,
+    error_event,
+    event_of_answer,
+    event_of_error,
+    refusal,
+)
 from vllm_thunder.coordinator.proxy.connection import Connection, EngineLost
 from vllm_thunder.coordinator.proxy.exchange import Exchange, Outcome
 from vllm_thunder.coordinator.proxy.heads import Headers, answer_headers, value_of
 
-__all__ = ["Departure", "Reply", "is_stream"]
+__all__ = ["Departure", "Reply", "is_stream", "rest_of"]
 
 _COMMENT = b": keep-alive\n\n"
+
+#: Bytes of an error answer that can become an event of a stream.
+_ERROR_BYTES = 1024 * 1024
+
+#: Answers that have no body; a length that one tells is that of another answer.
+_WITHOUT_BODY = frozenset({204, 304})
 
 #: zlib's window bits for gzip or zlib data, whichever it is.
 _GZIP_OR_ZLIB = 47
@@ -21,10 +34,18 @@ _GZIP_OR_ZLIB = 47
 
 def is_stream(connection: Connection) -> bool:
     """Whether the answer is a stream of server-sent events."""
-    if connection.status != 200:
-        return False
-    kind = next((v for n, v in connection.headers if n.lower() == b"content-type"), b"")
-    return kind.startswith(b"text/event-stream")
+    kind = _header(connection, b"content-type")
+    return connection.status == 200 and kind.startswith(b"text/event-stream")
+
+
+async def rest_of(connection: Connection, chunk: bytes, most: float = _ERROR_BYTES) -> bytes:
+    """What there is of an answer's body from ``chunk`` on, little more than ``most`` bytes; raises
+    EngineLost when it is cut."""
+    chunks, size = [chunk], len(chunk)
+    while not connection.at_end and size < most:
+        chunks.append(await connection.chunk())
+        size += len(chunks[-1])
+    return b"".join(chunks)
 
 
 class Departure:
@@ -82,6 +103,7 @@ class Reply:
         "_comments",
         "_exchange",
         "_path",
+        "_root",
         "_send",
         "_streams",
         "_tail",
@@ -90,10 +112,11 @@ class Reply:
         "reader",
     )
 
-    def __init__(self, path: str, send: Send, exchange: Exchange):
+    def __init__(self, scope: Scope, send: Send, exchange: Exchange):
         self.begun = False
         self.reader: Callable[[bytes], None] | None = None
-        self._path = path
+        self._path = exchange.path
+        self._root: str = scope.get("root_path", "").rstrip("/")
         self._send = send
         self._exchange = exchange
         self._streams = False
@@ -139,17 +162,38 @@ class Reply:
         """
         inflate = None
         if self.begun:
-            coding = value_of(answer_headers(connection.headers), b"content-encoding").lower()
-            if coding not in (b"", b"identity"):
-                inflate = zlib.decompressobj(_GZIP_OR_ZLIB)  # the response began without
+            inflate = _inflation_of(connection)  # the response began without a coding
         else:
-            headers = answer_headers(connection.headers)
-            self._streams = is_stream(connection) and not value_of(headers, b"content-encoding")
+            headers = answer_headers(connection.headers, connection.origin, self._root)
+            # No event of ours fits behind what is packed, or into a length that was told.
+            fixed = value_of(headers, b"content-encoding") or value_of(headers, b"content-length")
+            self._streams = is_stream(connection) and not fixed
+            if connection.status in _WITHOUT_BODY:
+                headers = [item for item in headers if item[0] != b"content-length"]
             await self._start(connection.status, headers)
         while not connection.at_end:
             await self._more(self._read(chunk) if inflate is None else _inflated(inflate, chunk))
             chunk = await connection.chunk()
         await self._last(self._read(chunk) if inflate is None else _inflated(inflate, chunk))
+        self._exchange.outcome = Outcome.OK
+
+    async def end_with_answer(self, connection: Connection, chunk: bytes) -> None:
+        """The answer of an engine, of which ``chunk`` has come and which is no stream, as the last
+        event of the stream that has begun. Raises EngineLost when it was cut."""
+        fine = 200 <= connection.status < 300
+        body = await rest_of(connection, chunk, inf if fine else _ERROR_BYTES)
+        inflate = _inflation_of(connection)
+        if inflate is not None:
+            try:
+                body = _inflated(inflate, body)
+            except EngineLost:
+                if fine:
+                    raise
+                body = b""  # its status tells, too
+        if fine:
+            await self.end_with(event_of_answer(self._path, self._read(body)))
+        else:
+            await self.end_with(event_of_error(self._path, connection.status, body))
         self._exchange.outcome = Outcome.OK
 
     async def refuse(self, status: int, message: str, field: str | None = None) -> None:
@@ -209,6 +253,17 @@ class Reply:
         while True:
             await self._send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
             await asyncio.sleep(seconds)
+
+
+def _header(connection: Connection, name: bytes) -> bytes:
+    """The first value of a header of its answer by the lower-case name, b"" where there is none."""
+    return next((value for key, value in connection.headers if key.lower() == name), b"")
+
+
+def _inflation_of(connection: Connection) -> "zlib._Decompress | None":
+    """What undoes its answer's content coding; None: it has none."""
+    coding = _header(connection, b"content-encoding").lower()
+    return None if coding in (b"", b"identity") else zlib.decompressobj(_GZIP_OR_ZLIB)
 
 
 def _inflated(inflate: "zlib._Decompress", chunk: bytes) -> bytes:

@@ -5,7 +5,7 @@ from starlette.types import Receive, Scope
 from vllm_thunder.coordinator.proxy.heads import value_of
 from vllm_thunder.program.errors import ThunderError
 
-__all__ = ["BodyTooLarge", "body_within"]
+__all__ = ["BodyTooLarge", "body_within", "has_other_coding"]
 
 
 class BodyTooLarge(ThunderError):
@@ -34,3 +34,10 @@ async def body_within(limit: int, scope: Scope, receive: Receive) -> bytes | Non
             raise BodyTooLarge(limit)
         if not message.get("more_body", False):
             return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def has_other_coding(scope: Scope) -> bool:
+    """Whether the body has a transfer coding beside chunks: those are undone by the server, and no
+    other is passed on (RFC 9112 §6.1: a 501)."""
+    codings = [value for name, value in scope["headers"] if name == b"transfer-encoding"]
+    return b",".join(codings).strip(b" \t").lower() not in (b"", b"chunked")

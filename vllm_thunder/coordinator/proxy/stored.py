@@ -38,11 +38,10 @@ class StoredCall:
     __slots__ = ("_exchange", "_problems", "_proxy", "_reply", "_scope", "_suspects", "_upstream")
 
     def __init__(self, proxy: Proxy, scope: Scope, send: Send):
-        path = path_of(scope)
         self._proxy = proxy
         self._scope = scope
-        self._exchange = Exchange(path, request_id=request_id_of(scope["headers"]))
-        self._reply = Reply(path, send, self._exchange)
+        self._exchange = Exchange(path_of(scope), request_id=request_id_of(scope["headers"]))
+        self._reply = Reply(scope, send, self._exchange)
         self._upstream = Upstream(proxy.pool, proxy.ongoing, proxy.connect_seconds)
         #: Of servers that may know the response and cannot say so.
         self._problems: list[str] = []

@@ -75,7 +75,7 @@ class ProgramRoutes:
     ) -> bool:
         """Whether there was an answer, whole or not, or nobody waits for it any more."""
         proxy = self._proxy
-        reply = Reply(exchange.path, send, exchange)
+        reply = Reply(scope, send, exchange)
         upstream = Upstream(proxy.pool, proxy.ongoing, proxy.connect_seconds)
         departure = Departure(receive)
         began = monotonic()
