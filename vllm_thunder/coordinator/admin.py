@@ -186,7 +186,7 @@ def _add_engines(app: FastAPI, control: Control) -> None:
     @app.post(
         "/weight_sync/begin",
         responses=_answers(401),
-        summary="Hold every turn that arrives until the weights are updated.",
+        summary="Hold every model call that arrives until the weights are updated.",
     )
     async def begin_weight_sync() -> Response:
         control.freeze(True)

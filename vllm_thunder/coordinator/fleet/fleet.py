@@ -31,7 +31,7 @@ class Fleet:
         self.backends: dict[str, Backend] = {}
         self.rooms = Rooms()
         self.queue = WaitingQueue(config)
-        #: While true every turn waits: weights are being updated.
+        #: While true every model call waits: weights are being updated.
         self.frozen = False
         self._programs: dict[str, Tracked] = {}
         #: Without a turn in flight; whose last turn ended the longest ago comes first.
