@@ -21,6 +21,8 @@ from vllm_thunder.coordinator.describe import (
     describe_engine,
     describe_program,
     phase_counts,
+    public_engine,
+    public_phases,
     public_program,
     state_of,
     status,
@@ -203,8 +205,8 @@ def _add_workers(app: FastAPI, control: Control) -> None:
 
     @app.post("/add_worker", responses=_answers(400, 401, 409, 422))
     async def add_worker(request: Request) -> Response:
-        await control.add(_url_of(await _worker_url(request)))
-        return JSONResponse({"status": "success", "added": True, "worker_urls": control.urls()})
+        added = await _added(control, request)
+        return JSONResponse({"status": "success", "added": added, "worker_urls": control.urls()})
 
     @app.post("/remove_worker", responses=_answers(400, 401, 404, 422))
     async def remove_worker(request: Request) -> Response:
@@ -221,8 +223,8 @@ def _add_workers(app: FastAPI, control: Control) -> None:
 
     @app.post("/workers", responses=_answers(400, 401, 409, 422))
     async def add_worker_too(request: Request) -> Response:
-        await control.add(_url_of(await _worker_url(request)))
-        return JSONResponse({"status": "success", "added": True, "workers": _workers(control)})
+        added = await _added(control, request)
+        return JSONResponse({"status": "success", "added": added, "workers": _workers(control)})
 
     @app.delete(f"/workers/{{worker:{ANY_TEXT}}}", responses=_answers(401, 404))
     async def remove_worker_too(request: Request, worker: str) -> Response:
@@ -255,7 +257,7 @@ def _add_pages(app: FastAPI, control: Control, replicas: Replicas | None) -> Non
                 "backends": control.urls(),
                 "programs_count": len(fleet),
                 **{f"{name}_count": count for name, count in counts.items()},
-                "per_backend": {b.backend_id: len(b.residents) for b in fleet.backends.values()},
+                "per_backend": {b.backend_id: public_phases(b) for b in fleet.backends.values()},
                 "profile_enabled": True,
                 **shared,
             },
@@ -271,7 +273,10 @@ def _add_pages(app: FastAPI, control: Control, replicas: Replicas | None) -> Non
         if "application/json" not in request.headers.get("accept", ""):
             text = generate_latest(control.metrics.registry)
             return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
-        backends = {b.backend_id: describe_engine(b) for b in fleet.backends.values()}
+        backends = {
+            b.backend_id: {**describe_engine(b), **public_engine(b)}
+            for b in fleet.backends.values()
+        }
         return _json(
             {
                 "metrics_enabled": True,
@@ -288,6 +293,15 @@ def _described(backends: list[Backend]) -> list[dict[str, Any]]:
 
 def _workers(control: Control) -> list[dict[str, Any]]:
     return [{"id": url, "url": url} for url in control.urls()]
+
+
+async def _added(control: Control, request: Request) -> bool:
+    """Whether the worker was not there yet: rollout frameworks name theirs more than once."""
+    url = _url_of(await _worker_url(request))
+    if control.serves(url):
+        return False
+    await control.add(url)
+    return True
 
 
 def _after(request: Request, prefix: str) -> str:

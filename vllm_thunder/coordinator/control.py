@@ -116,6 +116,12 @@ class Control:
         urls = (backend.url for backend in self.fleet.backends.values())
         return list(dict.fromkeys([*urls, *self.engines.unreachable]))
 
+    def serves(self, url: str) -> bool:
+        """Whether a server is one of the fleet's and stays so, reachable or not."""
+        backends = self.fleet.backends.values()
+        stays = any(b.url == url and b.health is not Health.LEAVING for b in backends)
+        return stays or url in self.engines.unreachable
+
     def freeze(self, frozen: bool) -> None:
         """Hold every model call that arrives while weights are updated, for at most
         ``weight_sync_timeout``, or go on: what was computed with the old ones is of no use then."""
