@@ -11,6 +11,7 @@ import uvicorn
 
 from tests.coordinator.fake_engine import Answer, FakeEngine, Request, Wire, whole
 from tests.coordinator.front import ask, post
+from vllm_thunder.coordinator.client_protocol import ClientProtocol
 from vllm_thunder.coordinator.config import CoordinatorConfig
 from vllm_thunder.coordinator.control import Control
 from vllm_thunder.coordinator.server import Launch, running_coordinator
@@ -130,7 +131,13 @@ async def coordinator(launch: Launch):
     """Port and control of a coordinator that serves; everything is over when the block is left."""
     async with running_coordinator(launch) as (app, control):
         config = uvicorn.Config(
-            app, port=0, log_config=None, lifespan="off", server_header=False, date_header=False
+            app,
+            port=0,
+            http=ClientProtocol,
+            log_config=None,
+            lifespan="off",
+            server_header=False,
+            date_header=False,
         )
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve())

@@ -118,6 +118,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until stopped; 1 when the engines do not fit together, 2 for wrong settings."""
     import uvicorn
 
+    from vllm_thunder.coordinator.client_protocol import ClientProtocol
     from vllm_thunder.coordinator.server import serve
 
     launch = launch_of(args)
@@ -130,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
         app="",
         host=args.host,
         port=args.port,
-        http="httptools",
+        http=ClientProtocol,
         ws="none",
         lifespan="off",
         interface="asgi3",
