@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import aiohttp
-import msgspec
 import uvicorn
 from starlette.types import ASGIApp
 
@@ -25,8 +24,9 @@ from vllm_thunder.coordinator.dispatcher import Dispatcher
 from vllm_thunder.coordinator.engines.engines import Engines
 from vllm_thunder.coordinator.engines.stock import StockEngines
 from vllm_thunder.coordinator.fleet.fleet import Fleet
+from vllm_thunder.coordinator.json_log import log_call
 from vllm_thunder.coordinator.metrics import Metrics
-from vllm_thunder.coordinator.proxy.exchange import Exchange, Outcome
+from vllm_thunder.coordinator.proxy.exchange import Exchange
 from vllm_thunder.coordinator.proxy.pool import ConnectionPool
 from vllm_thunder.coordinator.proxy.proxy import Proxy
 from vllm_thunder.coordinator.replicas.replicas import Replicas
@@ -98,7 +98,7 @@ async def running_coordinator(launch: Launch) -> AsyncIterator[tuple[Coordinator
         def on_done(exchange: Exchange) -> None:
             metrics.ended(exchange)
             _learn(fleet, exchange)
-            _log(exchange)
+            log_call(logger, exchange)
 
         replicas = None
         if launch.replica is not None:
@@ -199,11 +199,3 @@ def _learn(fleet: Fleet, exchange: Exchange) -> None:
             exchange.first_byte_seconds,
             max(exchange.total_seconds - before, 0.0),
         )
-
-
-def _log(exchange: Exchange) -> None:
-    """One line for each call. An id that the client gave is in its engine's log too, and the trace
-    is the one that its engine's span is in."""
-    level = logging.INFO if exchange.outcome is Outcome.OK else logging.WARNING
-    if logger.isEnabledFor(level):
-        logger.log(level, "%s", msgspec.json.encode(exchange).decode())
