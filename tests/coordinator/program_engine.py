@@ -34,6 +34,7 @@ class ProgramEngine(FakeEngine):
         self.tokens = [1, 2, 3]
         self.block_size = 16
         self.room = room
+        self.claimed = 0.0
         self.programs: dict[str, ProgramReport] = {}
         self.released: list[str] = []
         self.healthy = True
@@ -112,7 +113,9 @@ class ProgramEngine(FakeEngine):
             cursor=str(self._sequence),
             reset=not after,
             complete=True,
-            memory=MemoryReport(1000, self.room, 64, [(self.block_size, None)], 0.001),
+            memory=MemoryReport(
+                1000, self.room, 64, [(self.block_size, None)], 0.001, 0.0, self.claimed
+            ),
             programs=list(self.programs.values())
             if not after
             else [each for each in changed if isinstance(each, ProgramReport)],

@@ -380,9 +380,9 @@ class Fleet:
         assert program.waiting_since is not None
         waited = now - program.waiting_since
         turns = list(program.waiting)
-        for turn_id in turns:
-            self.counts.turns_resumed += self.queue.unhold(program, turn_id, now)
-        return [self._send(program, turn_id, backend, now, waited, reason) for turn_id in turns]
+        resumed = sum(self.queue.unhold(program, turn_id, now) for turn_id in turns)
+        self.counts.turns_resumed += resumed
+        return [self._send(program, t, backend, now, waited, reason, resumed > 0) for t in turns]
 
     def _send(
         self,
@@ -392,6 +392,7 @@ class Fleet:
         now: float,
         waited: float,
         reason: str,
+        held: bool = False,
     ) -> Dispatch:
         self.counts.turns_admitted += 1
         program.running[turn_id] = backend
@@ -404,7 +405,7 @@ class Fleet:
             at = program.home or program.perhaps_at
             left = None if at is backend else at
             self._settle(program, backend)
-        credit = backend.credit(waited, self.config)
+        credit = backend.credit(held, self.config)
         if not program.claimed and program not in backend.placed:
             self.counts.placements += 1
             shared = program.near_tokens if program.near is backend else 0.0
