@@ -29,6 +29,7 @@ def process(engine, repo_root, level):
     running = subprocess.Popen(
         [*command, "--port", str(port), "--engines", engine.url, "--log-level", level],
         env={**os.environ, "PYTHONPATH": str(repo_root)},
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -39,7 +40,7 @@ def process(engine, repo_root, level):
         running.wait()
 
 
-async def log_of(repo_root, level):
+async def said_and_log(repo_root, level):
     """Three calls, one that is answered, one that is refused and one whose client leaves."""
     engine = ProgramEngine()
     await engine.start()
@@ -62,14 +63,14 @@ async def log_of(repo_root, level):
         await engine.kill()
         await asyncio.sleep(0.5)
         running.send_signal(signal.SIGTERM)
-        return (await asyncio.to_thread(running.communicate, timeout=60))[1].splitlines()
+        return await asyncio.to_thread(running.communicate, timeout=60)
 
 
 @pytest.mark.parametrize("level", ["info", "warning"])
-async def test_every_line_but_the_first_is_json(repo_root, level):
-    first, *lines = await log_of(repo_root, level)
-    assert first.startswith("vllm_thunder coordinate: http://127.0.0.1:")
-    records = [json.loads(line) for line in lines]
+async def test_every_line_is_json(repo_root, level):
+    said, log = await said_and_log(repo_root, level)
+    assert said.startswith("vllm_thunder coordinate: http://127.0.0.1:")
+    records = [json.loads(line) for line in log.splitlines()]
     assert all(set(record) >= COMMON for record in records)
     calls = [record for record in records if "outcome" in record]
     well = ["ok", "ok"] if level == "info" else []

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import signal
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -151,7 +150,7 @@ async def serve(launch: Launch, server: uvicorn.Config) -> None:
     replaced."""
     async with running_coordinator(launch) as (app, control):
         server.app = app
-        print(_begins(server, control), file=sys.stderr, flush=True)
+        print(_begins(server, control), flush=True)  # stderr is the log's
         # When it has stopped, uvicorn raises the signal again for whoever was there before it: that
         # must not end the process, engines and collectors are still to be told.
         stops = (signal.SIGINT, signal.SIGTERM)
