@@ -36,6 +36,7 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from vllm_thunder.coordinator.calls import Calls
+from vllm_thunder.coordinator.client_protocol import ClientProtocol
 from vllm_thunder.coordinator.config import CoordinatorConfig
 from vllm_thunder.coordinator.dispatcher import Dispatcher
 from vllm_thunder.coordinator.engines.stock import StockEngines
@@ -186,7 +187,7 @@ async def run_proxy(engine_port: int) -> None:
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=ClientProtocol,
         access_log=False,
         log_level="warning",
         lifespan="off",

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from tests.coordinator.fake_engine import FakeEngine
 from vllm_thunder.coordinator.calls import Calls
+from vllm_thunder.coordinator.client_protocol import ClientProtocol
 from vllm_thunder.coordinator.config import CoordinatorConfig
 from vllm_thunder.coordinator.dispatcher import Dispatcher
 from vllm_thunder.coordinator.engines.stock import StockEngines
@@ -228,7 +228,7 @@ async def running_front(**settings: Any):
     )
     config.load()
     state = ServerState()
-    server = await loop.create_server(lambda: HttpToolsProtocol(config, state, {}), "127.0.0.1", 0)
+    server = await loop.create_server(lambda: ClientProtocol(config, state, {}), "127.0.0.1", 0)
     front.port = server.sockets[0].getsockname()[1]
     raised = _Raised()
     logging.getLogger("uvicorn.error").addHandler(raised)

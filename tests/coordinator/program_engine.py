@@ -11,6 +11,7 @@ import uvicorn
 
 from tests.coordinator.fake_engine import Answer, FakeEngine, Request, Wire, whole
 from tests.coordinator.front import ask, post
+from vllm_thunder.coordinator.client_protocol import ClientProtocol
 from vllm_thunder.coordinator.config import CoordinatorConfig
 from vllm_thunder.coordinator.control import Control
 from vllm_thunder.coordinator.server import Launch, running_coordinator
@@ -33,6 +34,7 @@ class ProgramEngine(FakeEngine):
         self.tokens = [1, 2, 3]
         self.block_size = 16
         self.room = room
+        self.claimed = 0.0
         self.programs: dict[str, ProgramReport] = {}
         self.released: list[str] = []
         self.healthy = True
@@ -111,7 +113,9 @@ class ProgramEngine(FakeEngine):
             cursor=str(self._sequence),
             reset=not after,
             complete=True,
-            memory=MemoryReport(1000, self.room, 64, [(self.block_size, None)], 0.001),
+            memory=MemoryReport(
+                1000, self.room, 64, [(self.block_size, None)], 0.001, 0.0, self.claimed
+            ),
             programs=list(self.programs.values())
             if not after
             else [each for each in changed if isinstance(each, ProgramReport)],
@@ -130,7 +134,13 @@ async def coordinator(launch: Launch):
     """Port and control of a coordinator that serves; everything is over when the block is left."""
     async with running_coordinator(launch) as (app, control):
         config = uvicorn.Config(
-            app, port=0, log_config=None, lifespan="off", server_header=False, date_header=False
+            app,
+            port=0,
+            http=ClientProtocol,
+            log_config=None,
+            lifespan="off",
+            server_header=False,
+            date_header=False,
         )
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve())

@@ -9,6 +9,7 @@ from typing import Any
 import uvicorn
 
 from tests.coordinator.program_engine import launch, page, until, until_up
+from vllm_thunder.coordinator.client_protocol import ClientProtocol
 from vllm_thunder.coordinator.config import CoordinatorConfig
 from vllm_thunder.coordinator.control import Control
 from vllm_thunder.coordinator.proxy.proxy import Proxy
@@ -32,7 +33,12 @@ class Node:
         app, self.control = await self._stack.enter_async_context(running_coordinator(started))
         self.proxy = app._proxy
         config = uvicorn.Config(
-            app, log_config=None, lifespan="off", server_header=False, date_header=False
+            app,
+            http=ClientProtocol,
+            log_config=None,
+            lifespan="off",
+            server_header=False,
+            date_header=False,
         )
         self._server = uvicorn.Server(config)
         self._serving = asyncio.create_task(self._server.serve([self.socket]))

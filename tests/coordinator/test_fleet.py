@@ -3,7 +3,6 @@
 import pytest
 
 from tests.coordinator.desk import BLOCK, Desk
-from vllm_thunder.coordinator.config import CoordinatorConfig
 from vllm_thunder.coordinator.fleet.dispatch import Overloaded
 from vllm_thunder.program.errors import IntegrityError
 from vllm_thunder.program.report import ProgramReport
@@ -248,15 +247,6 @@ def test_what_comes_of_an_engine_that_is_down_is_too_late():
     desk.told("e0", "p", 10, 10)
     assert desk.fleet.get("p") is None
     desk.fleet.check_integrity()
-
-
-def test_to_be_placed_takes_a_moment_and_is_no_wait():
-    backend = Desk([100], soft_demote_threshold=0.0).fleet.backends["e0"]
-    config = CoordinatorConfig(
-        soft_demote_threshold=0.0, soft_demote_priority_jump=-3.0, resume_priority_boost=7.0
-    )
-    assert backend.credit(5e-5, config) == -3.0
-    assert backend.credit(1.0, config) == 7.0
 
 
 def test_who_waits_behind_others_is_told_so():

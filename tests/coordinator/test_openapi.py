@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from tests.coordinator.front import ask
+from tests.coordinator.front import ask, post
 from tests.coordinator.program_engine import ProgramEngine, coordinator, get, launch, until_up
 
 #: What a server answers although no route says so: a path that it does not have, or a method.
@@ -20,12 +20,15 @@ _VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner),
     max_leaves=6,
 )
+#: Deeper than any decoder follows, where a name is looked for and where none is.
+DEEP = b'{"program_id": %b' % (b"[" * 100_000)
+DEEP_AND_VALID = DEEP + b"]" * 100_000 + b"}"
 _NAMES = st.sampled_from(["program_id", "tool_name", "url", "worker_url"]) | st.text(max_size=5)
 _BODIES = st.one_of(
     st.binary(max_size=60),
     st.dictionaries(_NAMES, _VALUES, max_size=4).map(lambda value: json.dumps(value).encode()),
     st.sampled_from(
-        [b"", b"{}", b"[]", b"null", b"\xff\xfe", b"[" * 2000, b'{"program_id": 1e999}']
+        [b"", b"{}", b"[]", b"null", b"\xff\xfe", b"[" * 2000, b'{"program_id": 1e999}', DEEP]
     ),
 )
 
@@ -59,8 +62,27 @@ async def test_the_description_names_every_route_and_what_it_refuses():
                 assert "200" in codes, (method, path)
                 if path != "/health":
                     assert "401" in codes, (method, path)
+                if method == "post":
+                    assert "413" in codes, (method, path)
                 if "requestBody" in operation:
                     assert "400" in codes, (method, path)
+    await engine.kill()
+
+
+@pytest.mark.parametrize("body", [DEEP, DEEP_AND_VALID], ids=["cut", "whole"])
+@pytest.mark.parametrize("sharded", [False, True])
+async def test_a_body_that_nests_too_deep_is_refused_everywhere(body, sharded):
+    engine = ProgramEngine()
+    await engine.start()
+    shared = {"replica": "http://127.0.0.1:1", "replicas": ["http://127.0.0.1:1"]}
+    async with coordinator(launch([engine], **(shared if sharded else {}))) as (port, control):
+        await until_up(control, 1)
+        described = (await ask(port, get("/openapi.json"))).json()["paths"]
+        paths = [path for path, by_method in described.items() if "post" in by_method]
+        reading = [path for path in paths if not path.startswith("/weight_sync/")]
+        assert len(reading) >= 6
+        for path in reading:
+            assert (await ask(port, post(body, path))).status == 400, path
     await engine.kill()
 
 

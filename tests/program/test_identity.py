@@ -44,6 +44,8 @@ RANKED = [
     ({}, {"x-claude-code-session-id": "ID"}),
     ({}, {"thread-id": "ID"}),
     *[(nested(place, "root_program_id", "ID"), {}) for place in PLACES],
+    (nested(("extra_body",), "program_id", "ID"), {}),
+    (nested(("nvext", "agent_context"), "session_id", "ID"), {}),
 ]
 
 
@@ -90,6 +92,9 @@ def test_the_better_name_wins(better, worse):
         {"vllm_xargs": {"program_id": None, "agentic_context": None}},
         {"vllm_xargs": "program_id"},
         {"vllm_xargs": ["program_id"]},
+        {"extra_body": "program_id", "nvext": ["session_id"]},
+        {"extra_body": {"session_id": "x"}, "nvext": {"session_id": "x", "agent_context": 7}},
+        {"extra_body": {"program_id": None}, "nvext": {"agent_context": {"session_id": None}}},
         {"agentic_context": {"step_id": 3, "deadline_seconds": 1.5, "one_off": True}},
         {"deadline_seconds": "soon", "one_off": "perhaps"},
         {"is_last_step": True, "priority": 3, "parent_program_id": "p", "program_group": 1.5},
@@ -123,6 +128,14 @@ def test_a_wrong_id_names_the_field_and_what_is_allowed(place, name, value, prob
         resolve_turn({}, fields, path=CHAT, new_turn_id=str)
     assert caught.value.field == ".".join((*place, name))
     assert str(caught.value).startswith(caught.value.field)
+
+
+@pytest.mark.parametrize("path", ["extra_body.program_id", "nvext.agent_context.session_id"])
+def test_a_wrong_id_in_a_member_of_others_names_it_too(path):
+    *place, name = path.split(".")
+    with pytest.raises(IdentityError, match="must not be empty") as caught:
+        resolve(nested(place, name, ""))
+    assert caught.value.field == path
 
 
 def test_a_wrong_id_is_refused_even_where_a_better_name_is_right():

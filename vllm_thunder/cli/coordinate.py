@@ -85,7 +85,8 @@ def add_parser(subparsers: "_SubParsersAction[Any]") -> None:
         "--log-level",
         default="warning",
         choices=("debug", "info", "warning", "error"),
-        help="info: a line for every model call (%(default)s)",
+        help="of the log, lines of JSON on stderr; info: one for every model call, warning: for "
+        "those that did not end well (%(default)s)",
     )
     parser.add_argument(
         "--otlp-traces-endpoint",
@@ -118,19 +119,21 @@ def run(args: argparse.Namespace) -> int:
     """Serve until stopped; 1 when the engines do not fit together, 2 for wrong settings."""
     import uvicorn
 
+    from vllm_thunder.coordinator.client_protocol import ClientProtocol
+    from vllm_thunder.coordinator.json_log import JsonLines
     from vllm_thunder.coordinator.server import serve
 
     launch = launch_of(args)
-    logging.basicConfig(
-        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    log = logging.StreamHandler()
+    log.setFormatter(JsonLines())
+    logging.basicConfig(level=args.log_level.upper(), handlers=[log])
     if (args.ssl_keyfile is None) is not (args.ssl_certfile is None):
         raise ConfigError("--ssl-keyfile and --ssl-certfile go together")
     server = uvicorn.Config(
         app="",
         host=args.host,
         port=args.port,
-        http="httptools",
+        http=ClientProtocol,
         ws="none",
         lifespan="off",
         interface="asgi3",

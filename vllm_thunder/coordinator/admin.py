@@ -21,6 +21,8 @@ from vllm_thunder.coordinator.describe import (
     describe_engine,
     describe_program,
     phase_counts,
+    public_engine,
+    public_phases,
     public_program,
     state_of,
     status,
@@ -109,7 +111,7 @@ def _add_programs(app: FastAPI, control: Control, own: dict[str, str]) -> None:
 
     @app.post(
         "/programs/release",
-        responses=_answers(400, 401, 422, 502),
+        responses=_answers(400, 401, 413, 422, 502),
         openapi_extra=_body("program_id"),
         summary="A program ends: at once, or when its turns in flight have ended.",
     )
@@ -119,7 +121,7 @@ def _add_programs(app: FastAPI, control: Control, own: dict[str, str]) -> None:
 
     @app.post(
         "/programs/tool",
-        responses=_answers(400, 401, 422, 502),
+        responses=_answers(400, 401, 413, 422, 502),
         openapi_extra=_body("program_id", "tool_name"),
         summary="A program has begun to run a tool after its turn.",
     )
@@ -165,7 +167,7 @@ def _add_engines(app: FastAPI, control: Control) -> None:
 
     @app.post(
         "/engines",
-        responses=_answers(400, 401, 409, 422),
+        responses=_answers(400, 401, 409, 413, 422),
         openapi_extra=_body("url"),
         summary="Add a server that answers now.",
     )
@@ -185,14 +187,14 @@ def _add_engines(app: FastAPI, control: Control) -> None:
 
     @app.post(
         "/weight_sync/begin",
-        responses=_answers(401),
-        summary="Hold every turn that arrives until the weights are updated.",
+        responses=_answers(401, 413),
+        summary="Hold every model call that arrives until the weights are updated.",
     )
     async def begin_weight_sync() -> Response:
         control.freeze(True)
         return JSONResponse({"status": "ok", "weight_sync_active": True})
 
-    @app.post("/weight_sync/end", responses=_answers(401), summary="Go on.")
+    @app.post("/weight_sync/end", responses=_answers(401, 413), summary="Go on.")
     async def end_weight_sync() -> Response:
         control.freeze(False)
         return JSONResponse({"status": "ok", "weight_sync_active": False})
@@ -201,12 +203,12 @@ def _add_engines(app: FastAPI, control: Control) -> None:
 def _add_workers(app: FastAPI, control: Control) -> None:
     """The names that slime and SGLang's router have for the same."""
 
-    @app.post("/add_worker", responses=_answers(400, 401, 409, 422))
+    @app.post("/add_worker", responses=_answers(400, 401, 409, 413, 422))
     async def add_worker(request: Request) -> Response:
-        await control.add(_url_of(await _worker_url(request)))
-        return JSONResponse({"status": "success", "added": True, "worker_urls": control.urls()})
+        added = await _added(control, request)
+        return JSONResponse({"status": "success", "added": added, "worker_urls": control.urls()})
 
-    @app.post("/remove_worker", responses=_answers(400, 401, 404, 422))
+    @app.post("/remove_worker", responses=_answers(400, 401, 404, 413, 422))
     async def remove_worker(request: Request) -> Response:
         control.remove(_url_of(await _worker_url(request)))
         return JSONResponse({"status": "success", "removed": True, "worker_urls": control.urls()})
@@ -219,10 +221,10 @@ def _add_workers(app: FastAPI, control: Control) -> None:
     async def workers() -> Response:
         return JSONResponse({"workers": _workers(control)})
 
-    @app.post("/workers", responses=_answers(400, 401, 409, 422))
+    @app.post("/workers", responses=_answers(400, 401, 409, 413, 422))
     async def add_worker_too(request: Request) -> Response:
-        await control.add(_url_of(await _worker_url(request)))
-        return JSONResponse({"status": "success", "added": True, "workers": _workers(control)})
+        added = await _added(control, request)
+        return JSONResponse({"status": "success", "added": added, "workers": _workers(control)})
 
     @app.delete(f"/workers/{{worker:{ANY_TEXT}}}", responses=_answers(401, 404))
     async def remove_worker_too(request: Request, worker: str) -> Response:
@@ -255,7 +257,7 @@ def _add_pages(app: FastAPI, control: Control, replicas: Replicas | None) -> Non
                 "backends": control.urls(),
                 "programs_count": len(fleet),
                 **{f"{name}_count": count for name, count in counts.items()},
-                "per_backend": {b.backend_id: len(b.residents) for b in fleet.backends.values()},
+                "per_backend": {b.backend_id: public_phases(b) for b in fleet.backends.values()},
                 "profile_enabled": True,
                 **shared,
             },
@@ -271,7 +273,10 @@ def _add_pages(app: FastAPI, control: Control, replicas: Replicas | None) -> Non
         if "application/json" not in request.headers.get("accept", ""):
             text = generate_latest(control.metrics.registry)
             return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
-        backends = {b.backend_id: describe_engine(b) for b in fleet.backends.values()}
+        backends = {
+            b.backend_id: {**describe_engine(b), **public_engine(b)}
+            for b in fleet.backends.values()
+        }
         return _json(
             {
                 "metrics_enabled": True,
@@ -290,6 +295,15 @@ def _workers(control: Control) -> list[dict[str, Any]]:
     return [{"id": url, "url": url} for url in control.urls()]
 
 
+async def _added(control: Control, request: Request) -> bool:
+    """Whether the worker was not there yet: rollout frameworks name theirs more than once."""
+    url = _url_of(await _worker_url(request))
+    if control.serves(url):
+        return False
+    await control.add(url)
+    return True
+
+
 def _after(request: Request, prefix: str) -> str:
     """What follows ``prefix`` in the path: Starlette's own converters stop at a newline."""
     raw: bytes = request.scope["raw_path"]
@@ -299,7 +313,7 @@ def _after(request: Request, prefix: str) -> str:
 async def _told(request: Request) -> _Told:
     try:
         return _told_decoder.decode(await request.body())
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise HTTPException(400, f"The body must be a JSON object: {error}") from error
 
 

@@ -65,6 +65,12 @@ class CoordinatorConfig:
         "longest step",
         low=0.1,
     )
+    weight_sync_timeout: float = setting(
+        300.0,
+        "seconds after POST /weight_sync/begin after which model calls go on although nobody said "
+        "that it has ended",
+        low=0.1,
+    )
     soft_demote_threshold: float = setting(
         0.8,
         "share of an engine's memory that is claimed above which a turn that goes there at once is "

@@ -14,10 +14,12 @@
     soft_demote_threshold, soft_demote_priority_jump, resume_priority_boost    the same names
 
 Engines that know programs have flags of their own for what concerns their memory.
+A setting may be named once, under one of its names.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, fields
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +49,11 @@ def read_config(path: Path | None) -> Settings:
     if path is None:
         return Settings()
     try:
-        values = yaml.safe_load(path.read_text())
+        values = yaml.load(path.read_text(), _UniqueNames)
     except OSError as error:
         raise ConfigError(f"--config: {path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    # ValueError: no UTF-8, a date that there is not, an integer of thousands of digits.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"--config: {path} is no YAML: {error}") from error
     if values is None:
         return Settings()
@@ -59,40 +62,62 @@ def read_config(path: Path | None) -> Settings:
     return _settings(values, path)
 
 
+class _UniqueNames(yaml.SafeLoader):
+    """Refuses a name that is given twice, as YAML itself does."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        names: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in names:
+                    problem = f"{key.value!r} is named twice"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                names.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _settings(values: dict[Any, Any], path: Path) -> Settings:
     own = {each.name for each in fields(CoordinatorConfig)}
     settings = Settings()
     for name, value in values.items():
+        told = Settings()
         if name in own:
-            settings.coordinator[name] = _number_like_default(value, CoordinatorConfig, name)
+            told.coordinator[name] = _number_like_default(value, CoordinatorConfig, name)
         elif name in _DYNAMO:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ConfigError(f"{path}: {name}: {value!r} is not a number")
-            _DYNAMO[name](settings, value)
+            _DYNAMO[name](told, value)
         else:
             known = ", ".join(sorted({*own, *_DYNAMO}))
             raise ConfigError(f"{path}: {name!r} is no setting; known: {known}")
+        if twice := told.coordinator.keys() & settings.coordinator.keys():
+            raise ConfigError(f"{path}: {name}: another name has set {min(twice)} already")
+        settings.coordinator.update(told.coordinator)
+        settings.engines.update(told.engines)
     if "resume_hysteresis" in values or "pause_threshold" in values:
-        threshold = values.get("pause_threshold", _PAUSE_THRESHOLD)
-        low = threshold - values.get("resume_hysteresis", _RESUME_HYSTERESIS)
+        threshold = _float(values.get("pause_threshold", _PAUSE_THRESHOLD))
+        low = threshold - _float(values.get("resume_hysteresis", _RESUME_HYSTERESIS))
         if low <= 0:
             raise ConfigError(f"{path}: resume_hysteresis: must be below pause_threshold")
-        settings.engines["high_watermark"] = float(threshold)
+        settings.engines["high_watermark"] = threshold
         settings.engines["low_watermark"] = low
-    target = settings.engines.get("pause_target")
-    if target is not None and target > settings.engines.get("high_watermark", _PAUSE_THRESHOLD):
-        raise ConfigError(f"{path}: pause_target: must not be above pause_threshold")
     try:
-        ThunderConfig(**settings.engines)
+        engines = ThunderConfig(**settings.engines)
+        CoordinatorConfig(**settings.coordinator)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+    for name in ("pause_target", "soft_demote_threshold"):
+        if name in values and values[name] > engines.high_watermark:
+            raise ConfigError(
+                f"{path}: {name}: must not be above pause_threshold ({engines.high_watermark})"
+            )
     return settings
 
 
 def _number_like_default(value: Any, config: type, name: str) -> Any:
     """YAML writes 60 where a setting is 60.0."""
     kind = next(each.type for each in fields(config) if each.name == name)
-    return float(value) if kind is float and type(value) is int else value
+    return _float(value) if kind is float and type(value) is int else value
 
 
 def _engines(name: str, kind: type) -> Callable[[Settings, Any], None]:
@@ -111,7 +136,7 @@ def _coordinator(name: str, kind: type, times: float = 1) -> Callable[[Settings,
 
 def _both(name: str) -> Callable[[Settings, Any], None]:
     def put(settings: Settings, value: Any) -> None:
-        settings.coordinator[name] = settings.engines[name] = float(value)
+        settings.coordinator[name] = settings.engines[name] = _float(value)
 
     return put
 
@@ -119,8 +144,16 @@ def _both(name: str) -> Callable[[Settings, Any], None]:
 def _as(kind: type, value: float) -> float:
     """Whole numbers stay as they are where a whole number is wanted: 1.5 is refused then."""
     if kind is int:
-        return int(value) if value == int(value) else value
-    return float(value)
+        return int(value) if type(value) is float and value.is_integer() else value
+    return _float(value)
+
+
+def _float(value: float) -> float:
+    """Infinity for what is larger than any float: outside of every range."""
+    try:
+        return float(value)
+    except OverflowError:
+        return inf if value > 0 else -inf
 
 
 def _together(settings: Settings, value: Any) -> None:

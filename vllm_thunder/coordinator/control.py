@@ -52,6 +52,8 @@ class Control:
         self.config = config
         self.clock = clock
         self._background: set[asyncio.Task[None]] = set()
+        #: Ends an update of weights whose end nobody tells.
+        self._sync_timer: asyncio.TimerHandle | None = None
         dispatcher.on_forgotten = self._forget_there
 
     async def release(self, program_id: str) -> dict[str, Any]:
@@ -114,10 +116,23 @@ class Control:
         urls = (backend.url for backend in self.fleet.backends.values())
         return list(dict.fromkeys([*urls, *self.engines.unreachable]))
 
+    def serves(self, url: str) -> bool:
+        """Whether a server is one of the fleet's and stays so, reachable or not."""
+        backends = self.fleet.backends.values()
+        stays = any(b.url == url and b.health is not Health.LEAVING for b in backends)
+        return stays or url in self.engines.unreachable
+
     def freeze(self, frozen: bool) -> None:
-        """Hold every turn that arrives while weights are updated, or go on: what was computed with
-        the old ones is of no use then."""
-        if not frozen:
+        """Hold every model call that arrives while weights are updated, for at most
+        ``weight_sync_timeout``, or go on: what was computed with the old ones is of no use then."""
+        if self._sync_timer is not None:
+            self._sync_timer.cancel()
+            self._sync_timer = None
+        if frozen:
+            loop = asyncio.get_running_loop()
+            timeout = self.config.weight_sync_timeout
+            self._sync_timer = loop.call_later(timeout, self._sync_too_long)
+        else:
             self.caches_reset()
         self.dispatcher.freeze(frozen)
 
@@ -129,6 +144,8 @@ class Control:
 
     async def stop(self) -> None:
         """Ask no more; what engines are still to be told they get a moment for."""
+        if self._sync_timer is not None:
+            self._sync_timer.cancel()
         if self._background:
             await asyncio.wait(self._background, timeout=_STOP_SECONDS)
         for task in self._background:
@@ -136,6 +153,13 @@ class Control:
         await asyncio.gather(*self._background, return_exceptions=True)
 
     # -- inside ------------------------------------------------------------------------
+
+    def _sync_too_long(self) -> None:
+        logger.error(
+            "The update of weights was not ended within %g seconds: model calls go on",
+            self.config.weight_sync_timeout,
+        )
+        self.freeze(False)
 
     async def _release_at(self, backend: Backend, program_id: str) -> bool | EngineError:
         """Whether the engine had it, or why that is not known yet."""

@@ -1,6 +1,7 @@
 """What the coordinator says of its programs and engines, for people and for other programs."""
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from vllm_thunder.coordinator.engines.engines import Engines
@@ -8,7 +9,18 @@ from vllm_thunder.coordinator.fleet.backend import Backend
 from vllm_thunder.coordinator.fleet.fleet import Fleet
 from vllm_thunder.coordinator.fleet.tracked import Tracked
 
-__all__ = ["describe_engine", "describe_program", "fleet_imbalance", "public_program", "status"]
+__all__ = [
+    "capacity_known",
+    "describe_engine",
+    "describe_program",
+    "fleet_imbalance",
+    "phase_counts",
+    "public_engine",
+    "public_phases",
+    "public_program",
+    "state_of",
+    "status",
+]
 
 
 def status(fleet: Fleet, engines: Engines, now: float) -> dict[str, Any]:
@@ -44,9 +56,9 @@ def capacity_known(fleet: Fleet, engines: Engines) -> bool:
     return not engines.unreachable and all(b.report is not None for b in fleet.backends.values())
 
 
-def phase_counts(fleet: Fleet) -> dict[str, int]:
+def phase_counts(programs: Iterable[Tracked]) -> dict[str, int]:
     """Programs with a turn at an engine, with none, and with one that waits here."""
-    counts = Counter(phase_of(program) for program in fleet)
+    counts = Counter(phase_of(program) for program in programs)
     return {name: counts[name] for name in ("reasoning", "acting", "paused")}
 
 
@@ -128,4 +140,45 @@ def public_program(program: Tracked) -> dict[str, Any]:
         "status": "reasoning" if program.in_flight else "acting",
         "state": "paused" if phase == "paused" or not program.claimed else "active",
         "profile": program.profile.averages(),
+    }
+
+
+def public_phases(backend: Backend) -> dict[str, int]:
+    """An engine's programs by phase, as the public router counts them: ``total`` without those that
+    wait. Nothing here is marked to be paused later: what runs is its engine's to pause."""
+    counts = phase_counts(backend.residents)
+    total = counts["reasoning"] + counts["acting"]
+    return {"total": total, **counts, "marked_for_pause": 0, "future_paused_tokens": 0}
+
+
+def public_engine(backend: Backend) -> dict[str, Any]:
+    """One engine by the field names of the public router, which counts in tokens."""
+    tokens = Counter[str]()
+    for program in backend.residents:
+        tokens[phase_of(program)] += program.context_tokens
+    phases = public_phases(backend)
+    active = tokens["reasoning"] + tokens["acting"]
+    return {
+        "healthy": backend.usable,
+        "active_program_tokens": active,
+        "reasoning_program_tokens": tokens["reasoning"],
+        "acting_program_tokens": tokens["acting"],
+        "total_program_tokens": active + tokens["paused"],
+        "active_program_count": phases["total"],
+        "reasoning_program_count": phases["reasoning"],
+        "acting_program_count": phases["acting"],
+        "paused_program_count": phases["paused"],
+        "future_paused_tokens": phases["future_paused_tokens"],
+        "cache_config": _cache_config(backend),
+    }
+
+
+def _cache_config(backend: Backend) -> dict[str, int] | None:
+    report = backend.report
+    if report is None:
+        return None
+    return {
+        "block_size": report.context_groups[0][0],
+        "num_gpu_blocks": report.capacity_blocks,
+        "total_tokens_capacity": round(backend.tokens(report.capacity_blocks)),
     }

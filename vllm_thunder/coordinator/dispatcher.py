@@ -27,6 +27,8 @@ class Dispatcher:
         self.prompts = Prompts()
         self._clock = clock
         self._waiting: dict[str, asyncio.Future[Dispatch]] = {}
+        self._thawed = asyncio.Event()
+        self._thawed.set()
         self._soon = False
         self._timer: asyncio.TimerHandle | None = None
         #: Called with the id of a program and an engine that need not keep it any more.
@@ -59,6 +61,14 @@ class Dispatcher:
         program, turn_id = dispatch.program, dispatch.turn_id
         self.fleet.unsent(program, turn_id, dispatch.waited, self._clock(), body_bytes)
         return await self._wait(program, turn_id)
+
+    async def weights_updated(self, body_bytes: int) -> None:
+        """Returns when a call without a program may go, which is at once unless weights are being
+        updated. Raises Overloaded if it may not wait."""
+        if self.fleet.frozen:
+            with self.fleet.queue.hold_other(body_bytes):
+                while self.fleet.frozen:
+                    await self._thawed.wait()
 
     def redirected(self, dispatch: Dispatch, backend: Backend) -> Dispatch:
         """The turn turned out to belong to this engine, which has it now."""
@@ -99,8 +109,12 @@ class Dispatcher:
         self.changed()
 
     def freeze(self, frozen: bool) -> None:
-        """Hold every turn that arrives, or go on."""
+        """Hold every model call that arrives, or go on."""
         self.fleet.frozen = frozen
+        if frozen:
+            self._thawed.clear()
+        else:
+            self._thawed.set()
         self.changed()
 
     def changed(self) -> None:

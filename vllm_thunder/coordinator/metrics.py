@@ -114,7 +114,7 @@ class Metrics:
         for phase, count in phase_counts(fleet).items():
             programs.add_metric([phase], count)
         yield programs
-        yield _gauge("held_turns", "Turns that wait here.", fleet.queue.held_turns)
+        yield _gauge("held_turns", "Model calls that wait here.", fleet.queue.held_turns)
         yield _gauge("held_bytes", "Bytes of the bodies of these.", fleet.queue.held_bytes)
         yield _gauge(
             "longest_wait_seconds",

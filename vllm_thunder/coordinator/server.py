@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import signal
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import aiohttp
-import msgspec
 import uvicorn
 from starlette.types import ASGIApp
 
@@ -25,8 +23,9 @@ from vllm_thunder.coordinator.dispatcher import Dispatcher
 from vllm_thunder.coordinator.engines.engines import Engines
 from vllm_thunder.coordinator.engines.stock import StockEngines
 from vllm_thunder.coordinator.fleet.fleet import Fleet
+from vllm_thunder.coordinator.json_log import log_call
 from vllm_thunder.coordinator.metrics import Metrics
-from vllm_thunder.coordinator.proxy.exchange import Exchange, Outcome
+from vllm_thunder.coordinator.proxy.exchange import Exchange
 from vllm_thunder.coordinator.proxy.pool import ConnectionPool
 from vllm_thunder.coordinator.proxy.proxy import Proxy
 from vllm_thunder.coordinator.replicas.replicas import Replicas
@@ -98,7 +97,7 @@ async def running_coordinator(launch: Launch) -> AsyncIterator[tuple[Coordinator
         def on_done(exchange: Exchange) -> None:
             metrics.ended(exchange)
             _learn(fleet, exchange)
-            _log(exchange)
+            log_call(logger, exchange)
 
         replicas = None
         if launch.replica is not None:
@@ -151,7 +150,7 @@ async def serve(launch: Launch, server: uvicorn.Config) -> None:
     replaced."""
     async with running_coordinator(launch) as (app, control):
         server.app = app
-        print(_begins(server, control), file=sys.stderr, flush=True)
+        print(_begins(server, control), flush=True)  # stderr is the log's
         # When it has stopped, uvicorn raises the signal again for whoever was there before it: that
         # must not end the process, engines and collectors are still to be told.
         stops = (signal.SIGINT, signal.SIGTERM)
@@ -199,11 +198,3 @@ def _learn(fleet: Fleet, exchange: Exchange) -> None:
             exchange.first_byte_seconds,
             max(exchange.total_seconds - before, 0.0),
         )
-
-
-def _log(exchange: Exchange) -> None:
-    """One line for each call. An id that the client gave is in its engine's log too, and the trace
-    is the one that its engine's span is in."""
-    level = logging.INFO if exchange.outcome is Outcome.OK else logging.WARNING
-    if logger.isEnabledFor(level):
-        logger.log(level, "%s", msgspec.json.encode(exchange).decode())

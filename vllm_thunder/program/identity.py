@@ -11,6 +11,8 @@ The first of these that is present is the program's id:
     3. ``session_id`` in the body                  7. header ``x-claude-code-session-id``
     4. ``job_id`` in the body                      8. header ``thread-id``
     9. ``root_program_id`` in the body (an ``agentic_context`` without ``program_id``)
+    10. ``extra_body.program_id``: a client that sends the SDK's argument as a member
+    11. ``nvext.agent_context.session_id``, which Dynamo's clients send
 
 What else a request may tell about its turn (body, same four places, unless noted):
 
@@ -139,6 +141,8 @@ class RoutingFields(msgspec.Struct):
     priority: Any = None
     agentic_context: Any = None
     vllm_xargs: Any = None
+    extra_body: Any = None
+    nvext: Any = None
     stream: Any = None
     n: Any = None
     best_of: Any = None
@@ -196,6 +200,7 @@ def resolve_turn(
     header_id = _header_id(headers, _PROGRAM_HEADER)
     session_ids = [_header_id(headers, name) for name in _SESSION_HEADERS]
     root_id = _body_id(places, "root_program_id")
+    foreign_ids = _foreign_ids(body) if body is not None else []
     program_id = _first(
         _body_id(places, "program_id"),
         header_id,
@@ -203,6 +208,7 @@ def resolve_turn(
         _body_id(places, "job_id"),
         *session_ids,
         root_id,
+        *foreign_ids,
     )
     if program_id is None:
         return None
@@ -227,7 +233,7 @@ def resolve_turn(
 
 def _places(body: RoutingFields) -> list[tuple[str, Mapping[str, Any]]]:
     """The four places, as (prefix for error messages, members)."""
-    extra = body.vllm_xargs if isinstance(body.vllm_xargs, dict) else {}
+    extra = _members(body.vllm_xargs)
     top = {name: getattr(body, name) for name in BODY_NAMES}
     return [
         ("", top),
@@ -242,6 +248,20 @@ def _places(body: RoutingFields) -> list[tuple[str, Mapping[str, Any]]]:
 
 def _context(value: Any, field: str) -> Mapping[str, Any]:
     return {} if value is None else object_of(value, field)
+
+
+def _foreign_ids(body: RoutingFields) -> list[str | None]:
+    """Ids in members that belong to others: what else these hold, and of what kind they are, is
+    not for us to judge."""
+    extra, nvext = _members(body.extra_body), _members(body.nvext)
+    return [
+        _body_id([("extra_body.", extra)], "program_id"),
+        _body_id([("nvext.agent_context.", _members(nvext.get("agent_context")))], "session_id"),
+    ]
+
+
+def _members(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _first(*ids: str | None) -> str | None:

@@ -12,10 +12,6 @@ from vllm_thunder.program.report import MemoryReport
 __all__ = ["Backend", "Health"]
 
 
-#: Seconds: to be placed at once takes less.
-_A_MOMENT = 0.001
-
-
 class Health(StrEnum):
     UNKNOWN = "unknown"  #: reachable, but it has not said yet how much memory it has
     UP = "up"
@@ -91,11 +87,10 @@ class Backend:
         """Tokens of a context that has so many blocks here."""
         return 0.0 if self.blocks_of is None else self.blocks_of.tokens_in(blocks)
 
-    def credit(self, waited: float, config: CoordinatorConfig) -> float:
-        """Seconds by which a turn that was held for ``waited`` is to count as having waited longer;
-        as Dynamo's Python router: a boost for what was held, else a demotion where memory is
-        short."""
-        if waited >= _A_MOMENT:
+    def credit(self, held: bool, config: CoordinatorConfig) -> float:
+        """Seconds by which a turn is to count as having waited longer; as Dynamo's Python router: a
+        boost for what was held, else a demotion where memory is short."""
+        if held:
             return config.resume_priority_boost
         if self.claimed_share >= config.soft_demote_threshold:
             return config.soft_demote_priority_jump

@@ -31,7 +31,7 @@ class Fleet:
         self.backends: dict[str, Backend] = {}
         self.rooms = Rooms()
         self.queue = WaitingQueue(config)
-        #: While true every turn waits: weights are being updated.
+        #: While true every model call waits: weights are being updated.
         self.frozen = False
         self._programs: dict[str, Tracked] = {}
         self._resting = Resting()
@@ -374,13 +374,14 @@ class Fleet:
         assert program.waiting_since is not None
         waited = now - program.waiting_since
         turns = list(program.waiting)
-        for turn_id in turns:
-            self.counts.turns_resumed += self.queue.unhold(program, turn_id, now)
+        resumed = sum(self.queue.unhold(program, turn_id, now) for turn_id in turns)
+        self.counts.turns_resumed += resumed
         if program.home is None:
             for sibling in self.queue.siblings(program):
                 sibling.near[backend] = program.prompt_tokens  # it is about to be there
+        held = resumed > 0
         return [
-            self._send(program, turn_id, backend, now, waited, reason, blocks) for turn_id in turns
+            self._send(program, each, backend, now, waited, reason, blocks, held) for each in turns
         ]
 
     def _send(
@@ -392,8 +393,10 @@ class Fleet:
         waited: float,
         reason: str,
         blocks: float | None = None,
+        held: bool = False,
     ) -> Dispatch:
-        """``blocks``: what it takes of the engine's room; None: all of its context."""
+        """``blocks``: what it takes of the engine's room; None: all of its context. ``held``: a
+        decision had left it waiting."""
         self.counts.turns_admitted += 1
         program.running[turn_id] = backend
         backend.running[program, turn_id] = None
@@ -405,7 +408,7 @@ class Fleet:
             at = program.home or program.perhaps_at
             left = None if at is backend else at
             self._settle(program, backend)
-        credit = backend.credit(waited, self.config)
+        credit = backend.credit(held, self.config)
         if not program.claimed and program not in backend.placed:
             self.counts.placements += 1
             if blocks is None:

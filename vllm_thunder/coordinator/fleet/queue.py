@@ -1,6 +1,7 @@
 """The global waiting queue: programs whose turns wait for an engine, in the order of placement."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from math import inf
 
@@ -31,6 +32,9 @@ class WaitingQueue:
         self._groups: dict[str, dict[Tracked, None]] = {}
         self.held_turns = 0
         self.held_bytes = 0
+        #: Of these, calls without a program: they have no place in the order.
+        self._other_calls = 0
+        self._other_bytes = 0
         #: Turns that no decision has seen yet: they may be placed without having been held.
         self._undecided: set[str] = set()
 
@@ -64,6 +68,16 @@ class WaitingQueue:
         if program.group is not None:
             self._groups.setdefault(program.group, {})[program] = None
         return True
+
+    @contextmanager
+    def hold_other(self, body_bytes: int) -> Iterator[None]:
+        """Meanwhile a call without a program waits. Raises Overloaded if it may not."""
+        self.check_room(body_bytes)
+        self._count_other(1, body_bytes)
+        try:
+            yield
+        finally:
+            self._count_other(-1, -body_bytes)
 
     def decided(self) -> int:
         """A decision has left waiting whatever waits; of how many turns it was the first."""
@@ -134,14 +148,20 @@ class WaitingQueue:
             found.append("the groups are not those of the programs that wait in groups")
         if not self._undecided <= {turn for program in waiting for turn in program.waiting}:
             found.append(f"{self._undecided} await a decision and do not wait")
-        if self.held_turns != sum(len(p.waiting) for p in programs):
+        if self.held_turns != self._other_calls + sum(len(p.waiting) for p in programs):
             found.append(f"{self.held_turns} held turns counted")
-        if self.held_bytes != sum(sum(p.waiting.values()) for p in programs):
+        if self.held_bytes != self._other_bytes + sum(sum(p.waiting.values()) for p in programs):
             found.append(f"{self.held_bytes} bytes of held turns counted")
         for program in programs:
             if (program.waiting_since is None) == bool(program.waiting):
                 found.append(f"{program!r} has no start of its wait, or one too many")
         return found
+
+    def _count_other(self, calls: int, body_bytes: int) -> None:
+        self.held_turns += calls
+        self.held_bytes += body_bytes
+        self._other_calls += calls
+        self._other_bytes += body_bytes
 
     def _no_longer_waits(self, program: Tracked, now: float) -> None:
         assert program.waiting_since is not None

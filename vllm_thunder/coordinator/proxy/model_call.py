@@ -252,6 +252,7 @@ class ModelCall:
     async def _placed(self) -> Backend | None:
         turn, exchange = self._turn, self._exchange
         if turn is None:
+            await self._proxy.dispatcher.weights_updated(self._body_bytes())
             return self._count_at(self._proxy.fleet.least_busy())
         exchange.program_id, exchange.turn_id = turn.program_id, turn.turn_id
         prompt = self._prompt = self._proxy.calls.look(turn, self._json_text())
@@ -263,6 +264,8 @@ class ModelCall:
     async def _placed_again(self, backend: Backend) -> Backend | None:
         if self._dispatch is None:
             self._failed.append(backend)
+            self._count_at(None)
+            await self._proxy.dispatcher.weights_updated(self._body_bytes())
             other = self._proxy.fleet.least_busy(self._failed)
             return self._count_at(other or (backend if backend.usable else None))
         if self._counted is not None:

@@ -105,7 +105,7 @@ class ProgramRoutes:
 def _named_in(body: bytes) -> str | None:
     try:
         return _id_of(_decoder.decode(body).program_id)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
 
 
