@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds for which a coordinator that starts waits for its engines before it serves.
 _START_SECONDS = 3.0
+#: Seconds between two attempts to reach a server that has not answered yet.
+_TRY_SECONDS = 1.0
 #: Seconds between two looks at the file that lists engines.
 _FILE_SECONDS = 1.0
 #: Seconds between two looks at whether an engine that is taken out has ended its turns.
@@ -222,7 +224,7 @@ class Engines:
 
     async def _keep_trying(self, url: str) -> None:
         while url in self.unreachable:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(_TRY_SECONDS)
             facts = await self._facts_or_none(url)
             if facts is not None and url in self.unreachable:
                 try:

@@ -11,7 +11,7 @@ from vllm_thunder.coordinator.fleet import audit
 from vllm_thunder.coordinator.fleet.backend import Backend, Health
 from vllm_thunder.coordinator.fleet.counts import Counts
 from vllm_thunder.coordinator.fleet.dispatch import Dispatch, Overloaded
-from vllm_thunder.coordinator.fleet.placement import Rooms, choose, plan
+from vllm_thunder.coordinator.fleet.placement import Rooms, choose, nearest, plan
 from vllm_thunder.coordinator.fleet.queue import WaitingQueue
 from vllm_thunder.coordinator.fleet.tracked import Tracked
 from vllm_thunder.program.cost import Ewma
@@ -90,7 +90,7 @@ class Fleet:
         program.parent_id = turn.parent_id or program.parent_id
         program.prompt_tokens = max(prompt_tokens, program.context_tokens)
         if program.home is None and not program.waiting:
-            self._find_near(program, cached)
+            program.near, program.near_tokens = nearest(cached, self.backends)
         if at_once is not None:
             return self._send(program, turn.turn_id, at_once, now, 0.0, "has a claim there")
         self._hold(program, turn.turn_id, now, now, body_bytes)
@@ -317,6 +317,10 @@ class Fleet:
         """What an engine says of a program; of one that nobody here knows it is the home."""
         program = self._programs.get(told.program_id)
         if program is None:
+            if not self._idle and len(self._programs) >= self.config.max_programs:
+                self.counts.programs_created += 1
+                self.counts.programs_evicted += 1  # for itself: all others have turns in flight
+                return
             program = self._track(told.program_id)
             program.idle_since = now
             self._idle[program] = None
@@ -348,14 +352,6 @@ class Fleet:
         self._forget(program)
 
     # -- inside: places ----------------------------------------------------------------
-
-    def _find_near(self, program: Tracked, cached: Mapping[str, float]) -> None:
-        """A program that is nowhere yet: where most of its prompt is in memory already."""
-        program.near, program.near_tokens = None, 0.0
-        for backend_id, tokens in cached.items():
-            backend = self.backends.get(backend_id)
-            if backend is not None and backend.usable and tokens > program.near_tokens:
-                program.near, program.near_tokens = backend, tokens
 
     def _hold(self, program: Tracked, turn_id: str, since: float, now: float, size: int) -> None:
         if self.queue.hold(program, turn_id, since, size):

@@ -9,7 +9,7 @@ when its home has room, it then pays at most twice what knowing would have cost 
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from math import inf
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from vllm_thunder.coordinator.fleet.backend import Backend
 from vllm_thunder.coordinator.fleet.tracked import Tracked
 
-__all__ = ["Choice", "Rooms", "choose", "plan"]
+__all__ = ["Choice", "Rooms", "choose", "nearest", "plan"]
 
 
 class Choice(NamedTuple):
@@ -198,6 +198,19 @@ def plan(
             rooms.reserve(soonest)
         reserved = rooms.reserved()
     return _packed(placed, needs, rooms, reserved, now) or placed
+
+
+def nearest(
+    cached: Mapping[str, float], backends: Mapping[str, Backend]
+) -> tuple[Backend | None, float]:
+    """The usable backend that has most of a prompt in memory, of other programs, and how many
+    tokens that is. ``cached``: them by backend id."""
+    best, most = None, 0.0
+    for backend_id, tokens in cached.items():
+        backend = backends.get(backend_id)
+        if backend is not None and backend.usable and tokens > most:
+            best, most = backend, tokens
+    return best, most
 
 
 def _spread(
