@@ -142,6 +142,7 @@ async def coordinator(launch: Launch):
             server.should_exit = server.force_exit = True
             await serving
             control.fleet.check_integrity()
+            control.engines.check_integrity()
 
 
 async def until(true: Any, seconds: float = 20.0) -> None:

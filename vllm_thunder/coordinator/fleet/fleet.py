@@ -164,6 +164,8 @@ class Fleet:
 
     def joined(self, backend: Backend) -> None:
         """An engine was added; nothing is placed there before its first report."""
+        if backend.backend_id in self.backends:
+            raise IntegrityError(f"{self.backends[backend.backend_id]!r} has not been removed")
         self.backends[backend.backend_id] = backend
 
     def reported(self, backend: Backend, report: EngineReport, now: float) -> None:
