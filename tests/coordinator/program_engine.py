@@ -126,11 +126,17 @@ def _whole(body: bytes) -> bytes:
 
 
 @asynccontextmanager
-async def coordinator(launch: Launch):
+async def coordinator(launch: Launch, root_path: str = ""):
     """Port and control of a coordinator that serves; everything is over when the block is left."""
     async with running_coordinator(launch) as (app, control):
         config = uvicorn.Config(
-            app, port=0, log_config=None, lifespan="off", server_header=False, date_header=False
+            app,
+            port=0,
+            log_config=None,
+            lifespan="off",
+            server_header=False,
+            date_header=False,
+            root_path=root_path,
         )
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve())

@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm_thunder.asgi import path_of, replay
 from vllm_thunder.coordinator.admin import ADMIN_PATHS
-from vllm_thunder.coordinator.broadcast import BROADCAST_PATHS, SINGLE_ENGINE_PATHS, Broadcast
+from vllm_thunder.coordinator.broadcast import SINGLE_ENGINE_PATHS, Broadcast, is_broadcast
 from vllm_thunder.coordinator.fleet.fleet import Fleet
 from vllm_thunder.coordinator.proxy.answers import refusal
 from vllm_thunder.coordinator.proxy.heads import value_of
@@ -58,7 +58,7 @@ class Coordinator:
             await self._proxy.model_call(scope, receive, send)
         elif _is_admin(path):
             await self._within_limit(self._admin, scope, receive, send)
-        elif method == "POST" and path in BROADCAST_PATHS:
+        elif method != "OPTIONS" and is_broadcast(path):
             await self._within_limit(self._broadcast, scope, receive, send)
         elif path.startswith(STORED_PREFIX):
             await self._proxy.stored_call(scope, receive, send)

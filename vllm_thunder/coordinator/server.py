@@ -135,7 +135,7 @@ async def running_coordinator(launch: Launch) -> AsyncIterator[tuple[Coordinator
             tracing=tracing,
         )
         control = Control(dispatcher, engines, metrics, config, loop.time, stock)
-        broadcast = Broadcast(fleet, engines, session, control.caches_reset)
+        broadcast = Broadcast(fleet, engines, session, control.caches_reset, launch.key_for_clients)
         admin: ASGIApp = build_admin(control, replicas)
         if replicas is not None:
             admin = ProgramRoutes(admin, replicas, proxy)
