@@ -108,6 +108,18 @@ class Control:
         self.engines.remove(backends)
         return backends
 
+    def remove_engine(self, name: str) -> list[Backend]:
+        """The same for a name in a path, which clients cut off at ``#``: raises EngineError where
+        it means several engines."""
+        ranks = self.engines.at(name)
+        if len(ranks) > 1:
+            listed = ", ".join(backend.backend_id for backend in ranks)
+            raise EngineError(
+                f"{name} has several engines: {listed}. Take out one by its id, with %23 for the "
+                "#; POST /remove_worker takes out all of them"
+            )
+        return self.remove(name)
+
     def urls(self) -> list[str]:
         """Servers, each once."""
         urls = (backend.url for backend in self.fleet.backends.values())
