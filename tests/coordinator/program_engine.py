@@ -71,6 +71,8 @@ class ProgramEngine(FakeEngine):
             await whole(b"", b"200 OK" if self.healthy else b"503 Service Unavailable")(
                 request, wire
             )
+        elif request.head.startswith(b"OPTIONS "):  # as in vLLM it wants no key
+            await whole(b"", headers=b"access-control-allow-origin: *\r\n")(request, wire)
         elif self.key and request.values(b"authorization") != [f"Bearer {self.key}".encode()]:
             await whole(b'{"error": "Unauthorized"}', b"401 Unauthorized")(request, wire)
         elif url.path in ("/v1/chat/completions", "/v1/completions"):

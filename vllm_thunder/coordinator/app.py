@@ -52,7 +52,9 @@ class Coordinator:
             return
         path, method = path_of(scope), scope["method"]
         keys = self._admin_keys if _is_admin(path) else self._keys
-        if keys and path not in _OPEN_PATHS and not _has_one_of(keys, scope):
+        # As in vLLM: browsers ask without a key whether they may send one.
+        is_open = path in _OPEN_PATHS or method == "OPTIONS"
+        if keys and not is_open and not _has_one_of(keys, scope):
             await _refuse(send, path, 401, "The API key is missing or wrong.")
         elif method == "POST" and (path in MODEL_CALLS or path in _OTHER_MODEL_CALLS):
             await self._proxy.model_call(scope, receive, send)
@@ -90,7 +92,7 @@ class Coordinator:
 def _has_one_of(keys: Sequence[bytes], scope: Scope) -> bool:
     scheme, _, given = value_of(scope["headers"], b"authorization").partition(b" ")
     # All are compared, in constant time: how long it takes tells nothing.
-    return scheme == b"Bearer" and sum(hmac.compare_digest(given, key) for key in keys) > 0
+    return scheme.lower() == b"bearer" and sum(hmac.compare_digest(given, key) for key in keys) > 0
 
 
 def _is_admin(path: str) -> bool:

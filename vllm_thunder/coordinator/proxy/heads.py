@@ -56,9 +56,9 @@ class RequestHead:
     """The head of one request, for whichever engine it goes to.
 
     The raw path and the query keep their bytes; headers keep bytes, order and repetitions. What is
-    about the connection is not in ``headers``.
-    ``engine_key`` takes the place of the client's own ``Authorization``. ``passed_on_by``: the URL
-    of this replica, where the request goes to another one.
+    about the connection is not in ``headers``. ``engine_key`` takes the place of the client's own
+    ``Authorization``, which was checked. ``passed_on_by``: the URL of this replica, where the
+    request goes to another one.
     """
 
     __slots__ = ("headers", "method", "target")
@@ -72,7 +72,7 @@ class RequestHead:
         if engine_key is not None:
             dropped |= {b"authorization"}
         self.headers: Headers = [item for item in scope["headers"] if item[0] not in dropped]
-        if engine_key is not None:
+        if engine_key is not None and self.method != "OPTIONS":  # that wants none, and has none
             self.headers.append((b"authorization", b"Bearer " + engine_key.encode()))
         if passed_on_by is not None:
             self.headers.append((_REPLICA, passed_on_by.encode()))
