@@ -73,6 +73,8 @@ class ProgramEngine(FakeEngine):
             await whole(b"", b"200 OK" if self.healthy else b"503 Service Unavailable")(
                 request, wire
             )
+        elif request.head.startswith(b"OPTIONS "):  # as in vLLM it wants no key
+            await whole(b"", headers=b"access-control-allow-origin: *\r\n")(request, wire)
         elif self.key and request.values(b"authorization") != [f"Bearer {self.key}".encode()]:
             await whole(b'{"error": "Unauthorized"}', b"401 Unauthorized")(request, wire)
         elif url.path in ("/v1/chat/completions", "/v1/completions"):
@@ -130,7 +132,7 @@ def _whole(body: bytes) -> bytes:
 
 
 @asynccontextmanager
-async def coordinator(launch: Launch):
+async def coordinator(launch: Launch, root_path: str = ""):
     """Port and control of a coordinator that serves; everything is over when the block is left."""
     async with running_coordinator(launch) as (app, control):
         config = uvicorn.Config(
@@ -141,6 +143,7 @@ async def coordinator(launch: Launch):
             lifespan="off",
             server_header=False,
             date_header=False,
+            root_path=root_path,
         )
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve())
@@ -152,6 +155,7 @@ async def coordinator(launch: Launch):
             server.should_exit = server.force_exit = True
             await serving
             control.fleet.check_integrity()
+            control.engines.check_integrity()
 
 
 async def until(true: Any, seconds: float = 20.0) -> None:

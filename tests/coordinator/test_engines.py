@@ -137,6 +137,35 @@ async def test_each_rank_of_a_server_is_an_engine():
     await engine.kill()
 
 
+@pytest.mark.parametrize("cut", ["#1", "", "/", "?#1"])
+async def test_an_id_that_a_client_has_cut_off_takes_out_no_other_rank(cut):
+    engine = ProgramEngine(ranks=2)
+    await engine.start()
+    async with coordinator(launch([engine])) as (port, control):
+        await until_up(control, 2)
+        ids = [f"{engine.url}#0", f"{engine.url}#1"]
+        refused = await ask(port, delete(f"/engines/{engine.url}{cut}"))
+        assert refused.status == 409
+        assert all(each in refused.json()["error"]["message"] for each in ids)
+        assert all(backend.usable for backend in control.fleet.backends.values())
+        removed = await ask(port, delete(f"/engines/{engine.url}%231"))
+        assert [each["id"] for each in removed.json()["engines"]] == ids[1:]
+        await until(lambda: list(control.fleet.backends) == ids[:1])
+        assert (await ask(port, delete(f"/engines/{engine.url}"))).status == 200
+        await until(lambda: not control.fleet.backends)
+    await engine.kill()
+
+
+async def test_a_worker_is_a_server_with_all_its_ranks():
+    engine = ProgramEngine(ranks=2)
+    await engine.start()
+    async with coordinator(launch([engine])) as (port, control):
+        await until_up(control, 2)
+        assert (await ask(port, post({"url": engine.url}, "/remove_worker"))).status == 200
+        await until(lambda: not control.fleet.backends)
+    await engine.kill()
+
+
 async def test_an_engine_that_dies_is_used_again_when_it_is_back(engines):
     async with coordinator(launch(engines)) as (port, control):
         await until_up(control, 2)

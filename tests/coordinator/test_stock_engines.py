@@ -41,6 +41,7 @@ class StockEngine(FakeEngine):
             "/tokenize": b'{"tokens": [1, 2, 3]}',
             "/metrics": _NOBODY_WAITS.sub(r"\g<1>0.0", vllm_text()).encode(),
             "/health": b"",
+            "/pause": b"",
             "/reset_prefix_cache": b"",
         }
         path = urlsplit(request.target.decode()).path
@@ -107,7 +108,7 @@ async def test_a_label_that_vllm_would_refuse_is_made_acceptable(stock):
         assert json.loads(call.body) == {**body, "session_id": "7"}
 
 
-@pytest.mark.parametrize("how", ["/weight_sync/end", "/reset_prefix_cache"])
+@pytest.mark.parametrize("how", ["/weight_sync/end", "/reset_prefix_cache", "/pause"])
 async def test_new_weights_and_a_reset_empty_the_books_caches(stock, how):
     async with coordinator(launch(stock)) as (port, control):
         await up(control)
@@ -115,6 +116,17 @@ async def test_new_weights_and_a_reset_empty_the_books_caches(stock, how):
         await until(lambda: control.fleet.get("p").resident_blocks)
         assert (await ask(port, post({}, how))).status == 200
         await until(lambda: control.fleet.get("p").resident_blocks == 0)
+
+
+@pytest.mark.parametrize("query", ["mode=keep", "clear_cache=false", "mode=wait&clear_cache=0"])
+async def test_a_pause_that_keeps_the_caches_keeps_the_books(stock, query):
+    async with coordinator(launch(stock)) as (port, control):
+        await up(control)
+        await ask(port, turn("p"))
+        await until(lambda: control.fleet.get("p").resident_blocks)
+        assert (await ask(port, post({}, f"/pause?{query}"))).status == 200
+        await asyncio.sleep(0.1)
+        assert control.fleet.get("p").resident_blocks
 
 
 async def test_programs_that_do_not_fit_wait_here(stock):

@@ -61,8 +61,9 @@ def add_parser(subparsers: "_SubParsersAction[Any]") -> None:
     )
     parser.add_argument(
         "--engine-api-key",
-        help="what engines are shown, in place of the clients' keys and for the coordinator's own "
-        f"questions; also ${_ENGINE_KEY_VARIABLE}; else the first --api-key",
+        help="what engines are shown with the coordinator's own questions, and in place of keys "
+        f"that --api-key has checked; also ${_ENGINE_KEY_VARIABLE}; else the first --api-key. "
+        "Without --api-key the coordinator's own routes want it, too",
     )
     parser.add_argument(
         "--replicas",

@@ -178,11 +178,12 @@ def _add_engines(app: FastAPI, control: Control) -> None:
 
     @app.delete(
         f"/engines/{{engine_id:{ANY_TEXT}}}",
-        responses=_answers(401, 404),
-        summary="Take an engine out, by its id or its server's URL: its turns end first.",
+        responses=_answers(401, 404, 409),
+        summary="Take an engine out, by its id or the URL of its server if that has no other: its "
+        "turns end first.",
     )
     async def remove_engine(request: Request, engine_id: str) -> Response:
-        removed = control.remove(_after(request, "/engines/"))
+        removed = control.remove_engine(_after(request, "/engines/"))
         return JSONResponse({"engines": _described(removed)})
 
     @app.post(

@@ -8,9 +8,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm_thunder.asgi import path_of, replay
 from vllm_thunder.coordinator.admin import ADMIN_PATHS
-from vllm_thunder.coordinator.broadcast import BROADCAST_PATHS, SINGLE_ENGINE_PATHS, Broadcast
+from vllm_thunder.coordinator.broadcast import SINGLE_ENGINE_PATHS, Broadcast, is_broadcast
 from vllm_thunder.coordinator.fleet.fleet import Fleet
 from vllm_thunder.coordinator.proxy.answers import refusal
+from vllm_thunder.coordinator.proxy.heads import value_of
 from vllm_thunder.coordinator.proxy.proxy import Proxy
 from vllm_thunder.coordinator.proxy.request_body import (
     BodyTooLarge,
@@ -29,7 +30,9 @@ _OPEN_PATHS = frozenset({"/health", "/ping"})
 
 
 class Coordinator:
-    """``api_keys``: clients must have one of them; none: engines are left to refuse."""
+    """``api_keys``: clients must have one of them; none: engines are left to refuse. ``own_key``:
+    what engines are shown when the coordinator asks for itself; whoever has it do so must have a
+    key, that one if there is no other."""
 
     def __init__(
         self,
@@ -38,19 +41,24 @@ class Coordinator:
         admin: ASGIApp,
         broadcast: Broadcast,
         api_keys: Sequence[str],
+        own_key: str | None = None,
     ):
         self._fleet = fleet
         self._proxy = proxy
         self._admin = admin
         self._broadcast = broadcast
-        self._keys = [f"Bearer {key}".encode() for key in api_keys]
+        self._keys = [key.encode() for key in api_keys]
+        self._admin_keys = self._keys or ([] if own_key is None else [own_key.encode()])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1003, "reason": "HTTP only"})
             return
         path, method = path_of(scope), scope["method"]
-        if self._keys and path not in _OPEN_PATHS and not self._has_key(scope):
+        keys = self._admin_keys if _is_admin(path) else self._keys
+        # As in vLLM: browsers ask without a key whether they may send one.
+        is_open = path in _OPEN_PATHS or method == "OPTIONS"
+        if keys and not is_open and not _has_one_of(keys, scope):
             await _refuse(send, path, 401, "The API key is missing or wrong.")
         elif has_other_coding(scope):
             await _refuse(send, path, 501, "No transfer coding but chunked can be read.")
@@ -58,7 +66,7 @@ class Coordinator:
             await self._proxy.model_call(scope, receive, send)
         elif _is_admin(path):
             await self._within_limit(self._admin, scope, receive, send)
-        elif method == "POST" and path in BROADCAST_PATHS:
+        elif method != "OPTIONS" and is_broadcast(path):
             await self._within_limit(self._broadcast, scope, receive, send)
         elif path.startswith(STORED_PREFIX):
             await self._proxy.stored_call(scope, receive, send)
@@ -86,10 +94,11 @@ class Coordinator:
         else:
             await self._proxy.pass_on(scope, receive, send, backend)
 
-    def _has_key(self, scope: Scope) -> bool:
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        # All are compared, in constant time: how long it takes tells nothing.
-        return sum(hmac.compare_digest(given, key) for key in self._keys) > 0
+
+def _has_one_of(keys: Sequence[bytes], scope: Scope) -> bool:
+    scheme, _, given = value_of(scope["headers"], b"authorization").partition(b" ")
+    # All are compared, in constant time: how long it takes tells nothing.
+    return scheme.lower() == b"bearer" and sum(hmac.compare_digest(given, key) for key in keys) > 0
 
 
 def _is_admin(path: str) -> bool:

@@ -93,10 +93,9 @@ class Control:
             self._stock.tool_began(home, program_id, tool_name)
             return True
         try:
-            answer = await self.engines.client(home.url).tool(program_id, tool_name)
+            return await self.engines.client(home.url).tool(program_id, tool_name)
         except EngineError as error:
             raise EngineFailed(f"The engine was not told: {error}") from error
-        return bool(answer["known"])
 
     async def add(self, url: str) -> list[Backend]:
         """Add a server. Raises EngineError."""
@@ -110,6 +109,18 @@ class Control:
             raise UnknownEngine(f"No engine has the id or address {name!r}; known: {known}")
         self.engines.remove(backends)
         return backends
+
+    def remove_engine(self, name: str) -> list[Backend]:
+        """The same for a name in a path, which clients cut off at ``#``: raises EngineError where
+        it means several engines."""
+        ranks = self.engines.at(name)
+        if len(ranks) > 1:
+            listed = ", ".join(backend.backend_id for backend in ranks)
+            raise EngineError(
+                f"{name} has several engines: {listed}. Take out one by its id, with %23 for the "
+                "#; POST /remove_worker takes out all of them"
+            )
+        return self.remove(name)
 
     def urls(self) -> list[str]:
         """Servers, each once."""
@@ -167,13 +178,12 @@ class Control:
             self._stock.released(backend, program_id)
             return False  # it was asked for nothing
         try:
-            answer = await self.engines.client(backend.url).release(program_id)
+            return await self.engines.client(backend.url).release(program_id)
         except EngineError as error:
             # Nobody is tracking the program any more: so it has to go there, too.
             logger.warning("A program was not released at once: %s", error)
             self._spawn(self._insist(backend, program_id))
             return error
-        return bool(answer["released"])
 
     def _forget_there(self, program_id: str, backend: Backend) -> None:
         """The program has ended, or has moved away: what the engine keeps of it is of no use."""

@@ -46,8 +46,8 @@ class Launch:
     """What a coordinator is started with.
 
     ``urls``: servers of engines. ``engines_file``: a file that lists more of them and is watched.
-    ``api_keys``: clients must have one of them. ``engine_api_key``: what engines are shown, in
-    place of the clients' own keys. ``stock_config``: how the books are kept of engines that do not
+    ``api_keys``: clients must have one of them. ``engine_api_key``: of the engines; None: the first
+    of ``api_keys`` is theirs, too. ``stock_config``: how the books are kept of engines that do not
     know programs. ``replicas``: coordinators that share the programs, and ``replica``: which of
     them this one is; none: it has all programs that come to it. ``otlp_traces_endpoint``: where
     spans of model calls go; None: none are made.
@@ -62,6 +62,17 @@ class Launch:
     replica: str | None = None
     replicas: Sequence[str] = ()
     otlp_traces_endpoint: str | None = None
+
+    @property
+    def own_key(self) -> str | None:
+        """What engines are shown when the coordinator asks for itself."""
+        return self.engine_api_key or next(iter(self.api_keys), None)
+
+    @property
+    def key_for_clients(self) -> str | None:
+        """What they are shown in place of the key of a client, which was checked here then; None:
+        it is left to them to check it."""
+        return self.own_key if self.api_keys else None
 
 
 @asynccontextmanager
@@ -89,7 +100,7 @@ async def running_coordinator(launch: Launch) -> AsyncIterator[tuple[Coordinator
             session,
             config,
             stock=stock,
-            api_key=launch.engine_api_key or next(iter(launch.api_keys), None),
+            api_key=launch.own_key,
             on_down=lambda backend: proxy.abandon(backend),
         )
         metrics = Metrics(dispatcher, engines, loop.time)
@@ -118,16 +129,16 @@ async def running_coordinator(launch: Launch) -> AsyncIterator[tuple[Coordinator
             max_body_bytes=config.max_body_bytes,
             keepalive_seconds=config.keepalive,
             connect_seconds=config.engine_timeout,
-            engine_key=launch.engine_api_key,
+            engine_key=launch.key_for_clients,
             replicas=replicas,
             tracing=tracing,
         )
         control = Control(dispatcher, engines, metrics, config, loop.time, stock)
-        broadcast = Broadcast(fleet, engines, session, control.caches_reset)
+        broadcast = Broadcast(fleet, engines, session, control.caches_reset, launch.key_for_clients)
         admin: ASGIApp = build_admin(control, replicas)
         if replicas is not None:
             admin = ProgramRoutes(admin, replicas, proxy)
-        app = Coordinator(fleet, proxy, admin, broadcast, launch.api_keys)
+        app = Coordinator(fleet, proxy, admin, broadcast, launch.api_keys, launch.own_key)
         try:
             await engines.start(launch.urls)
             if launch.engines_file is not None:

@@ -8,7 +8,10 @@ or with one that the engine does not know (it was started again, or what happene
 forgotten), the answer begins at the beginning: every program is told, and ``reset`` is true.
 """
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 __all__ = ["EngineReport", "MemoryReport", "ProgramReport"]
 
@@ -26,10 +29,13 @@ class MemoryReport(msgspec.Struct, frozen=True):
     without a program use.
     """
 
-    capacity_blocks: int
+    capacity_blocks: Annotated[int, Meta(ge=1)]
     room_blocks: float
     free_seats: int
-    context_groups: list[tuple[int, int | None]]
+    context_groups: Annotated[
+        list[tuple[Annotated[int, Meta(ge=1)], Annotated[int, Meta(ge=0)] | None]],
+        Meta(min_length=1),
+    ]
     prefill_seconds_per_token: float | None = None
     prefill_seconds_per_position: float = 0.0
     claimed_blocks: float = 0.0
@@ -44,10 +50,10 @@ class ProgramReport(msgspec.Struct, frozen=True):
     """
 
     program_id: str
-    context_tokens: int
-    resident_blocks: int
+    context_tokens: Annotated[int, Meta(ge=0)]
+    resident_blocks: Annotated[int, Meta(ge=0)]
     claimed: bool
-    turns_in_flight: int = 0
+    turns_in_flight: Annotated[int, Meta(ge=0)] = 0
 
 
 class EngineReport(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """What the coordinator itself asks an engine's server."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlencode
 
 import aiohttp
@@ -19,6 +19,35 @@ _PROBE = "The quick brown Fox\n\t def f(x): return {'a': 12345.678}  # čeština
 
 class EngineError(ThunderError):
     """An engine did not answer, or not as an engine does; the message names it."""
+
+
+class _Model(msgspec.Struct):
+    id: str
+    parent: Any = None
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Summary(msgspec.Struct):
+    ranks: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Tokens(msgspec.Struct):
+    tokens: tuple[int, ...]
+
+
+class _Released(msgspec.Struct):
+    released: bool
+
+
+class _Known(msgspec.Struct):
+    known: bool
+
+
+_Answer = TypeVar("_Answer")
 
 
 class ServerFacts(msgspec.Struct, frozen=True):
@@ -52,20 +81,20 @@ class EngineClient:
 
     async def facts(self) -> ServerFacts:
         """What the server is, asked anew."""
-        listed = (await self._json("GET", "/v1/models")).get("data", [])
-        bases = [model for model in listed if not model.get("parent")]
+        listed = await self._json("GET", "/v1/models", _Models)
+        bases = [model for model in listed.data if not model.parent]
         if not bases:
             raise EngineError(f"{self.url}: /v1/models names no model")
-        summary = await self._json_or_none("GET", f"{PROGRAM_ROUTES}/summary")
-        names = tuple(sorted(model["id"] for model in bases))
-        ranks = 1 if summary is None else int(summary["ranks"])
+        summary = await self._json_or_none("GET", f"{PROGRAM_ROUTES}/summary", _Summary)
+        names = tuple(sorted(model.id for model in bases))
+        ranks = 1 if summary is None else summary.ranks
         groups = None
         if summary is not None:
             report = await self.changes(None if ranks == 1 else 0, "", 0.0, self._timeout)
             groups = report.memory.context_groups
         return ServerFacts(
             models=names,
-            longest_context=bases[0].get("max_model_len"),
+            longest_context=bases[0].max_model_len,
             tokens=await self._tokens(names[0]),
             context_groups=groups,
             knows_programs=summary is not None,
@@ -90,19 +119,18 @@ class EngineClient:
         path = f"{PROGRAM_ROUTES}/changes?{urlencode(query)}"
         status, body = await self._ask("GET", path, seconds=seconds)
         self._expect_ok("GET", path, status, body)
-        try:
-            return msgspec.json.decode(body, type=EngineReport)
-        except msgspec.DecodeError as error:
-            raise EngineError(f"{self.url}: a report cannot be read: {error}") from error
+        return self._decoded(path, body, EngineReport)
 
-    async def release(self, program_id: str) -> dict[str, Any]:
-        """End a program there."""
-        return await self._json("POST", f"{PROGRAM_ROUTES}/release", {"program_id": program_id})
+    async def release(self, program_id: str) -> bool:
+        """End a program there; whether there was one."""
+        path, told = f"{PROGRAM_ROUTES}/release", {"program_id": program_id}
+        return (await self._json("POST", path, _Released, told)).released
 
-    async def tool(self, program_id: str, tool_name: str) -> dict[str, Any]:
-        """A program runs a tool."""
+    async def tool(self, program_id: str, tool_name: str) -> bool:
+        """A program runs a tool; whether it is known there."""
+        path = f"{PROGRAM_ROUTES}/tool"
         told = {"program_id": program_id, "tool_name": tool_name}
-        return await self._json("POST", f"{PROGRAM_ROUTES}/tool", told)
+        return (await self._json("POST", path, _Known, told)).known
 
     async def page(self, path: str) -> bytes | None:
         """The body of a page; None: the server has no such page."""
@@ -113,27 +141,30 @@ class EngineClient:
         return body
 
     async def _tokens(self, model: str) -> tuple[int, ...] | None:
-        answer = await self._json_or_none("POST", "/tokenize", {"model": model, "prompt": _PROBE})
-        return None if answer is None else tuple(answer["tokens"])
+        asked = {"model": model, "prompt": _PROBE}
+        answer = await self._json_or_none("POST", "/tokenize", _Tokens, asked)
+        return None if answer is None else answer.tokens
 
-    async def _json(self, method: str, path: str, body: Any = None) -> Any:
+    async def _json(self, method: str, path: str, kind: type[_Answer], body: Any = None) -> _Answer:
         status, answer = await self._ask(method, path, body)
         self._expect_ok(method, path, status, answer)
-        return self._decoded(path, answer)
+        return self._decoded(path, answer, kind)
 
-    async def _json_or_none(self, method: str, path: str, body: Any = None) -> Any:
+    async def _json_or_none(
+        self, method: str, path: str, kind: type[_Answer], body: Any = None
+    ) -> _Answer | None:
         """None where the server does not know the path."""
         status, answer = await self._ask(method, path, body)
         if status in (404, 405):
             return None
         self._expect_ok(method, path, status, answer)
-        return self._decoded(path, answer)
+        return self._decoded(path, answer, kind)
 
-    def _decoded(self, path: str, answer: bytes) -> Any:
+    def _decoded(self, path: str, answer: bytes, kind: type[_Answer]) -> _Answer:
         try:
-            return msgspec.json.decode(answer)
-        except msgspec.DecodeError as error:
-            raise EngineError(f"{self.url}{path}: the answer is no JSON: {error}") from error
+            return msgspec.json.decode(answer, type=kind)
+        except (ValueError, RecursionError) as error:  # no UTF-8, JSON of that shape, or too deep
+            raise EngineError(f"{self.url}{path}: the answer cannot be read: {error}") from error
 
     def _expect_ok(self, method: str, path: str, status: int, body: bytes) -> None:
         if status in (401, 403):

@@ -15,9 +15,9 @@ from vllm_thunder.coordinator.dispatcher import Dispatcher
 from vllm_thunder.coordinator.engines.client import EngineClient, EngineError, ServerFacts
 from vllm_thunder.coordinator.engines.feed import Changes, Feed
 from vllm_thunder.coordinator.engines.stock import StockEngines, engine_facts
-from vllm_thunder.coordinator.fleet.backend import Backend, Health
+from vllm_thunder.coordinator.fleet.backend import Backend
 from vllm_thunder.coordinator.proxy.pool import origin_of
-from vllm_thunder.program.errors import ConfigError
+from vllm_thunder.program.errors import ConfigError, IntegrityError
 
 __all__ = ["Engines", "engine_url"]
 
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds for which a coordinator that starts waits for its engines before it serves.
 _START_SECONDS = 3.0
+#: Seconds between two attempts to reach a server that has not answered yet.
+_TRY_SECONDS = 1.0
 #: Seconds between two looks at the file that lists engines.
 _FILE_SECONDS = 1.0
 #: Seconds between two looks at whether an engine that is taken out has ended its turns.
@@ -69,32 +71,32 @@ class Engines:
 
         Raises EngineError when two of those that answer cannot serve one fleet.
         """
-        asked = {url: asyncio.create_task(self._facts_or_none(url)) for url in urls}
+        asked = {url: asyncio.create_task(self._facts_or_error(url)) for url in urls}
         if asked:
             await asyncio.wait(asked.values(), timeout=_START_SECONDS)
         for url, task in asked.items():
-            facts = task.result() if task.done() else None
+            told = task.result() if task.done() else EngineError(f"{url}: did not answer at once")
             task.cancel()
-            if facts is not None:
-                self._join(url, facts)
+            if isinstance(told, EngineError):
+                logger.warning("%s", told)
+                self._try(url, str(told))
             else:
-                self.unreachable.setdefault(url, f"{url}: did not answer at once")
-                self._spawn(self._keep_trying(url))
+                self._join(url, told)
 
     async def add(self, url: str) -> list[Backend]:
-        """Add a server that answers now; raises EngineError when it does not, or does not fit."""
-        if any(backend.url == url for backend in self._fleet.backends.values()):
-            raise EngineError(f"{url}: is one of the engines already")
+        """Add a server that answers now; raises EngineError when it does not, does not fit, is one
+        of the engines already, or has not been taken out to the end."""
+        self._expect_new(url)
         return self._join(url, await self._facts(url))
 
     def remove(self, backends: Iterable[Backend]) -> None:
         """Take engines out: no further turn goes there, and when its turns have ended it is gone.
         What its programs have there is computed elsewhere."""
         for backend in backends:
+            self.give_up(backend.url)  # it may have been leaving, and to come again
             if backend not in self._leaving:
                 self._leaving.add(backend)
-                if backend.health is not Health.DOWN:
-                    self._fleet.left(backend)
+                self._fleet.left(backend)
                 self._dispatcher.changed()
                 self._spawn(self._end(backend))
 
@@ -128,6 +130,25 @@ class Engines:
         """Add and take out servers as the file says: one URL a line, ``#`` begins a comment."""
         self._spawn(self._watch(path))
 
+    def check_integrity(self) -> None:
+        """Raise IntegrityError where what is followed are not the engines of the fleet."""
+        found = []
+        backends = set(self._fleet.backends.values())
+        if set(self._feeds) != backends or set(self._tasks) != backends:
+            found.append(f"{set(self._feeds)} are followed, {backends} are the engines")
+        if not self._leaving <= backends:
+            found.append(f"{self._leaving - backends} leave, and are no engines")
+        staying = backends - self._leaving
+        found += [f"{b!r} is not followed any more" for b in staying if self._tasks[b].done()]
+        ranks: dict[str, set[int | None]] = {}
+        for backend in backends:
+            ranks.setdefault(backend.url, set()).add(backend.rank)
+        found += [f"{url} is one engine and several" for url, of in ranks.items() if {None} < of]
+        joined = self.unreachable.keys() & {backend.url for backend in staying}
+        found += [f"{url} is an engine, and to become one" for url in joined]
+        if found:
+            raise IntegrityError("; ".join(found))
+
     async def stop(self) -> None:
         """End all tasks."""
         tasks = [*self._tasks.values(), *self._background]
@@ -138,7 +159,12 @@ class Engines:
     # -- inside ------------------------------------------------------------------------
 
     def _join(self, url: str, facts: ServerFacts) -> list[Backend]:
+        """To be called without a pause after the server has answered, raises EngineError: meanwhile
+        it may have joined in another way."""
+        self._expect_new(url)
         self._expect_fit(url, facts)
+        if len(self._fleet.backends) + facts.ranks > self._config.max_engines:
+            raise EngineError(f"{url}: {self._config.max_engines} engines are the limit")
         self.facts = self.facts or facts
         self.unreachable.pop(url, None)
         ranks = [None] if facts.ranks == 1 else list(range(facts.ranks))
@@ -147,8 +173,6 @@ class Engines:
             name = url if rank is None else f"{url}#{rank}"
             longest = facts.longest_context or inf
             backend = Backend(name, url, rank, longest, stock=not facts.knows_programs)
-            if len(self._fleet.backends) >= self._config.max_engines:
-                raise EngineError(f"{url}: {self._config.max_engines} engines are the limit")
             self._fleet.joined(backend)
             self._follow(backend)
             joined.append(backend)
@@ -184,6 +208,13 @@ class Engines:
                 "take it out and add it again"
             )
 
+    def _expect_new(self, url: str) -> None:
+        there = [backend for backend in self._fleet.backends.values() if backend.url == url]
+        if any(backend in self._leaving for backend in there):
+            raise EngineError(f"{url}: is being taken out, and its turns have not ended yet")
+        if there:
+            raise EngineError(f"{url}: is one of the engines already")
+
     def _expect_fit(self, url: str, facts: ServerFacts) -> None:
         known = self.facts
         if known is None:
@@ -213,32 +244,40 @@ class Engines:
         groups: list[tuple[int, int | None]] = [(next(iter(ranks.values())).block_size, None)]
         return msgspec.structs.replace(facts, ranks=len(ranks), context_groups=groups)
 
-    async def _facts_or_none(self, url: str) -> ServerFacts | None:
+    async def _facts_or_error(self, url: str) -> ServerFacts | EngineError:
         try:
             return await self._facts(url)
         except EngineError as error:
-            if self.unreachable.get(url) != str(error):
-                logger.warning("%s", error)
-            self.unreachable[url] = str(error)
-            return None
+            return error
+
+    def _try(self, url: str, problem: str) -> None:
+        """Let the server join as soon as it can, unless it is given up before."""
+        if url not in self.unreachable:
+            self.unreachable[url] = problem
+            self._spawn(self._keep_trying(url))
 
     async def _keep_trying(self, url: str) -> None:
         while url in self.unreachable:
-            await asyncio.sleep(1.0)
-            facts = await self._facts_or_none(url)
-            if facts is not None and url in self.unreachable:
-                try:
-                    self._join(url, facts)
-                except EngineError as error:
-                    self.unreachable[url] = str(error)
+            await asyncio.sleep(_TRY_SECONDS)
+            told = await self._facts_or_error(url)
+            if url not in self.unreachable:
+                return
+            try:
+                if isinstance(told, EngineError):
+                    raise told
+                self._join(url, told)
+            except EngineError as error:
+                if self.unreachable[url] != str(error):
+                    logger.warning("%s", error)
+                self.unreachable[url] = str(error)
 
     async def _end(self, backend: Backend) -> None:
         while backend.running or backend.unlabelled:  # noqa: ASYNC110 - they end in many places
             await asyncio.sleep(_LEAVING_SECONDS)
-        task = self._tasks.pop(backend)
+        task = self._tasks[backend]
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        del self._feeds[backend]
+        del self._tasks[backend], self._feeds[backend]
         self._leaving.discard(backend)
         self._dispatcher.removed(backend)
         logger.info("Engine %s left", backend.backend_id)
@@ -252,8 +291,8 @@ class Engines:
                 logger.warning("%s: %s; the engines stay what they were", path, error)
             else:
                 for url in wanted - listed:
-                    self.unreachable[url] = "not asked yet"
-                    self._spawn(self._keep_trying(url))
+                    if all(backend in self._leaving for backend in self.at(url)):
+                        self._try(url, "not asked yet")
                 for url in listed - wanted:
                     self.unreachable.pop(url, None)
                     self.remove(self.at(url))

@@ -98,9 +98,11 @@ class Feed:
                 retry = _FIRST_RETRY
                 self._dispatcher.came_up(backend)
                 await self._follow_while_well()
-            except EngineError as error:
+            except Exception as error:
+                if not isinstance(error, EngineError):  # a fault of ours: it must not end for good
+                    logger.exception("Engine %s could not be followed", backend.backend_id)
                 leaving = backend.health is Health.LEAVING
-                self._down(str(error))
+                self._down(str(error) or repr(error))
                 if leaving:
                     return
             await asyncio.sleep(retry)

@@ -167,5 +167,5 @@ async def engine_facts(client: EngineClient) -> dict[int, EngineFacts]:
                 "much memory it has cannot be known"
             )
         return vllm_facts(text.decode(errors="replace"))
-    except FactsError as error:
+    except (FactsError, ArithmeticError, ValueError) as error:
         raise EngineError(f"{client.url}: {error}") from error

@@ -6,6 +6,7 @@ What it does not say is None: an unknown capacity is never a large one and never
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import msgspec
@@ -89,7 +90,7 @@ def sglang_facts(body: bytes) -> dict[int, EngineFacts]:
     """
     try:
         info = msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise FactsError(f"server info: not a JSON object: {error}") from error
     page_size = _whole(info, "page_size", "page_size", least=1)
     if page_size is None:
@@ -134,6 +135,8 @@ def _samples(text: str, wanted: set[str]) -> dict[str, list[Sample]]:
 
 def _by_engine(samples: list[Sample], name: str) -> dict[int, float]:
     """A server that serves a model under several names has one sample of each: they are alike."""
+    if not all(isfinite(sample.value) for sample in samples):
+        raise FactsError(f"{name}: must be a number")
     return {_engine_of(sample, name): sample.value for sample in samples}
 
 

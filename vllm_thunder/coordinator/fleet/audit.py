@@ -32,7 +32,7 @@ def programs(known: set[Tracked], resting: set[Tracked], ours: set[Tracked]) -> 
 
 def backends(known: set[Tracked], engines: Iterable[Backend], rooms: Rooms) -> list[str]:
     """What is wrong with the records of engines, and with who of them is among the rooms."""
-    found = []
+    found, used = [], 0
     for backend in engines:
         runs = {(p, turn) for p in known for turn, at in p.running.items() if at is backend}
         if set(backend.running) != runs:
@@ -44,4 +44,7 @@ def backends(known: set[Tracked], engines: Iterable[Backend], rooms: Rooms) -> l
             found.append(f"{backend!r}: {backend.placed_blocks} placed, {counted} counted")
         if (backend in rooms) != backend.usable:
             found.append(f"{backend!r} is among the rooms, or should be")
+        used += backend.usable
+    if len(rooms) != used:
+        found.append(f"there are {len(rooms)} rooms of {used} engines")
     return found

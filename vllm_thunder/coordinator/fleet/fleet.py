@@ -11,7 +11,14 @@ from vllm_thunder.coordinator.fleet import audit
 from vllm_thunder.coordinator.fleet.backend import Backend, Health
 from vllm_thunder.coordinator.fleet.counts import Counts
 from vllm_thunder.coordinator.fleet.dispatch import Dispatch, Overloaded
-from vllm_thunder.coordinator.fleet.placement import Placement, Rooms, choose, plan, to_idle
+from vllm_thunder.coordinator.fleet.placement import (
+    Placement,
+    Rooms,
+    choose,
+    nearby,
+    plan,
+    to_idle,
+)
 from vllm_thunder.coordinator.fleet.queue import WaitingQueue
 from vllm_thunder.coordinator.fleet.resting import Resting
 from vllm_thunder.coordinator.fleet.tracked import Tracked
@@ -79,11 +86,7 @@ class Fleet:
                 program.profile.tool_ended(now - program.idle_since)
         program.takes(turn, prompt_tokens)
         if program.home is None and not program.waiting:
-            program.near = {
-                backend: tokens
-                for backend_id, tokens in cached.items()
-                if tokens > 0 and (backend := self.backends.get(backend_id)) and backend.usable
-            }
+            program.near = nearby(cached, self.backends)
         if at_once is not None:
             return self._send(program, turn.turn_id, at_once, now, 0.0, "has a claim there")
         if program.goes_on_at() is not None:
@@ -159,6 +162,8 @@ class Fleet:
 
     def joined(self, backend: Backend) -> None:
         """An engine was added; nothing is placed there before its first report."""
+        if backend.backend_id in self.backends:
+            raise IntegrityError(f"{self.backends[backend.backend_id]!r} has not been removed")
         self.backends[backend.backend_id] = backend
 
     def reported(self, backend: Backend, report: EngineReport, now: float) -> None:
@@ -326,6 +331,10 @@ class Fleet:
         """What an engine says of a program; of one that nobody here knows it is the home."""
         program = self._programs.get(told.program_id)
         if program is None:
+            if self._resting.longest() is None and len(self._programs) >= self.config.max_programs:
+                self.counts.programs_created += 1
+                self.counts.programs_evicted += 1  # for itself: all others have turns in flight
+                return
             program = self._track(told.program_id)
             program.idle_since = now
             self._resting.put(program)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from vllm_thunder.coordinator.fleet.backend import Backend
 from vllm_thunder.coordinator.fleet.tracked import Tracked
 
-__all__ = ["Choice", "Placement", "Rooms", "choose", "plan", "to_idle"]
+__all__ = ["Choice", "Placement", "Rooms", "choose", "nearby", "plan", "to_idle"]
 
 
 #: Shorter pauses are those between a program's turns: to displace it then costs more than it gains
@@ -318,6 +318,16 @@ class _Siblings:
         if program.home is None and program.group is not None:
             self._placed.setdefault(program.group, {})[backend] = program.prompt_tokens
         return Placement(program, backend, choice.reason, choice.blocks)
+
+
+def nearby(cached: Mapping[str, float], backends: Mapping[str, Backend]) -> dict[Backend, float]:
+    """Tokens of a prompt that usable backends have in memory, of other programs. ``cached``: them
+    by backend id."""
+    return {
+        backend: tokens
+        for backend_id, tokens in cached.items()
+        if tokens > 0 and (backend := backends.get(backend_id)) and backend.usable
+    }
 
 
 def _spread(

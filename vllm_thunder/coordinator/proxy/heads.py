@@ -57,34 +57,36 @@ _WRITTEN_ANEW = _HOP_BY_HOP | {b"host", b"content-length", b"expect", _WAITED, _
 class RequestHead:
     """The head of one request, for whichever engine it goes to.
 
-    The raw path and the query keep their bytes; headers keep bytes, order and repetitions.
-    ``engine_key`` takes the place of the client's own ``Authorization``. ``passed_on_by``: the URL
-    of this replica, where the request goes to another one.
+    The raw path and the query keep their bytes; headers keep bytes, order and repetitions. What is
+    about the connection is not in ``headers``. ``engine_key`` takes the place of the client's own
+    ``Authorization``, which was checked. ``passed_on_by``: the URL of this replica, where the
+    request goes to another one.
     """
 
-    __slots__ = ("_kept", "_key", "_target", "method")
+    __slots__ = ("headers", "method", "target")
 
     def __init__(
         self, scope: Scope, engine_key: str | None = None, passed_on_by: str | None = None
     ):
         self.method: str = scope["method"]
-        self._target = _target(scope)
-        self._key = engine_key
+        self.target = _target(scope)
         dropped = _WRITTEN_ANEW | _named_by_connection(scope["headers"])
         if engine_key is not None:
             dropped |= {b"authorization"}
-        self._kept: Headers = [item for item in scope["headers"] if item[0] not in dropped]
+        self.headers: Headers = [item for item in scope["headers"] if item[0] not in dropped]
+        if engine_key is not None and self.method != "OPTIONS":  # that wants none, and has none
+            self.headers.append((b"authorization", b"Bearer " + engine_key.encode()))
         if passed_on_by is not None:
-            self._kept.append((_REPLICA, passed_on_by.encode()))
+            self.headers.append((_REPLICA, passed_on_by.encode()))
 
     def without_content_coding(self) -> None:
         """The body is sent as it was before its content coding."""
-        self._kept = [item for item in self._kept if item[0] != b"content-encoding"]
+        self.headers = [item for item in self.headers if item[0] != b"content-encoding"]
 
     def in_trace(self, headers: Headers) -> None:
         """``headers`` take the place of the client's own trace headers."""
         ours = (TRACEPARENT, TRACESTATE)
-        self._kept = [item for item in self._kept if item[0] not in ours] + headers
+        self.headers = [item for item in self.headers if item[0] not in ours] + headers
 
     def bytes_for(
         self, origin: Origin, *, rank: int | None, waited: float, length: int | None
@@ -96,20 +98,18 @@ class RequestHead:
             self.method.encode(),
             b" ",
             origin.prefix,
-            self._target,
+            self.target,
             b" HTTP/1.1\r\nhost: ",
             origin.host_header,
             b"\r\n",
         ]
-        for name, value in self._kept:
+        for name, value in self.headers:
             if rank is None or name != _RANK:
                 parts += (name, b": ", value, b"\r\n")
         if length is None:
             parts.append(b"transfer-encoding: chunked\r\n")
         elif length or self.method in ("POST", "PUT", "PATCH"):
             parts.append(b"content-length: %d\r\n" % length)
-        if self._key is not None:
-            parts.append(b"authorization: Bearer %b\r\n" % self._key.encode())
         if rank is not None:
             parts.append(b"%b: %d\r\n" % (_RANK, rank))
         if abs(waited) >= 0.001:  # to be placed takes a moment, which is no wait

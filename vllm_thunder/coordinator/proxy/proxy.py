@@ -38,9 +38,9 @@ class Proxy:
     every request when it is over. ``max_body_bytes``: of a request. ``keepalive_seconds``: after
     how long without a byte a held stream gets a comment. ``connect_seconds``: how long an engine
     may take to accept a connection. ``engine_key``: API key for the engines in place of the
-    client's own; None: the client's is passed on. ``replicas``: coordinators that programs are
-    shared with; None: this one has them all. ``tracing``: makes a span of every model call; None:
-    trace headers are passed on like any other.
+    client's own, which was checked; None: the client's is passed on, for them to check.
+    ``replicas``: coordinators that programs are shared with; None: this one has them all.
+    ``tracing``: makes a span of every model call; None: trace headers are passed on like any other.
     """
 
     def __init__(
