@@ -76,8 +76,12 @@ class Dispatcher:
         """An engine told what has changed there."""
         for told in report.programs:
             program = self.fleet.get(told.program_id)
-            if program is not None and program.prompt_size is not None and not told.turns_in_flight:
-                self.prompts.counted(program.prompt_size, told.context_tokens)
+            if program is None or program.home is not backend:
+                continue
+            # While a turn runs, this may have been said of the one before.
+            if not program.running and not told.turns_in_flight:
+                if program.prompt_size is not None and told.prompt_tokens:
+                    self.prompts.counted(program.prompt_size, told.prompt_tokens)
                 program.prompt_size = None
         self.fleet.reported(backend, report, self._clock())
         self.changed()

@@ -45,7 +45,8 @@ class Tracked:
     #: Tokens of its context after its last turn, and of the prompt that waits, as far as known.
     context_tokens: int = 0
     prompt_tokens: float = 0.0
-    #: What its last prompt's body was made of, until an engine has said how many tokens that is.
+    #: What its last prompt's body was made of, until an engine has said how many tokens that is;
+    #: None also where what the engine says would not be of that body alone.
     prompt_size: BodySize | None = None
 
     #: Turns that wait here, oldest first, and the bytes of their bodies.
