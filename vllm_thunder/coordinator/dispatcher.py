@@ -2,10 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
-from vllm_thunder.coordinator.fleet.backend import Backend, Health
+from vllm_thunder.coordinator.fleet.backend import Backend
 from vllm_thunder.coordinator.fleet.dispatch import Dispatch, Unavailable
 from vllm_thunder.coordinator.fleet.fleet import Fleet
 from vllm_thunder.coordinator.fleet.tracked import Tracked
@@ -14,6 +14,9 @@ from vllm_thunder.program.report import EngineReport
 from vllm_thunder.program.turn import Turn
 
 __all__ = ["Dispatcher"]
+
+#: Programs that an engine which is down is to be told of; of more it forgets by itself, later.
+_MOST_OWED = 2000
 
 
 class Dispatcher:
@@ -31,6 +34,9 @@ class Dispatcher:
         self._timer: asyncio.TimerHandle | None = None
         #: Called with the id of a program and an engine that need not keep it any more.
         self.on_forgotten: Callable[[str, Backend], None] = lambda program_id, backend: None
+        #: The same of several, and of an engine that was down when they were forgotten.
+        self.on_back: Callable[[Iterable[str], Backend], None] = lambda program_ids, backend: None
+        self._owed: dict[Backend, dict[str, None]] = {}
         #: Seconds that the last decision took.
         self.decision_seconds = 0.0
 
@@ -49,6 +55,7 @@ class Dispatcher:
         """
         dispatch = self.fleet.arrived(turn, prompt_tokens, cached, self._clock(), body_bytes)
         if dispatch is not None:
+            self._sent(dispatch)
             return dispatch
         program = self.fleet.get(turn.program_id)
         assert program is not None
@@ -63,7 +70,7 @@ class Dispatcher:
     def redirected(self, dispatch: Dispatch, backend: Backend) -> Dispatch:
         """The turn turned out to belong to this engine, which has it now."""
         moved = self.fleet.redirected(dispatch, backend, self._clock())
-        self._tell_left(moved)
+        self._sent(moved)
         self.changed()
         return moved
 
@@ -84,7 +91,18 @@ class Dispatcher:
                     self.prompts.counted(program.prompt_size, told.prompt_tokens)
                 program.prompt_size = None
         self.fleet.reported(backend, report, self._clock())
+        if report.complete:
+            self._pay(backend)
         self.changed()
+
+    def owe(self, program_id: str, backend: Backend) -> None:
+        """The program has ended, or has moved away, and the engine cannot be told now: it is when
+        it has answered again and told everything."""
+        if self.fleet.backends.get(backend.backend_id) is backend:
+            owed = self._owed.setdefault(backend, {})
+            owed[program_id] = None
+            if len(owed) > _MOST_OWED:
+                del owed[next(iter(owed))]
 
     def went_down(self, backend: Backend) -> None:
         """An engine cannot be reached; its turns in flight are told of one by one."""
@@ -100,6 +118,7 @@ class Dispatcher:
     def removed(self, backend: Backend) -> None:
         """An engine that was taken out has ended its turns."""
         self.fleet.removed(backend, self._clock())
+        self._owed.pop(backend, None)
         self.changed()
 
     def freeze(self, frozen: bool) -> None:
@@ -137,9 +156,24 @@ class Dispatcher:
                 self.on_forgotten(program.program_id, home)
         self.changed()
 
-    def _tell_left(self, dispatch: Dispatch) -> None:
-        if dispatch.left is not None and dispatch.left.health is not Health.DOWN:
-            self.on_forgotten(dispatch.program.program_id, dispatch.left)
+    def _sent(self, dispatch: Dispatch) -> None:
+        program_id = dispatch.program.program_id
+        self._owed.get(dispatch.backend, {}).pop(program_id, None)
+        if dispatch.left is not None:
+            self.on_forgotten(program_id, dispatch.left)
+
+    def _pay(self, backend: Backend) -> None:
+        """The engine has told of everything it has: now it hears what is of no use."""
+        told = []
+        for program_id in self._owed.pop(backend, {}):
+            program = self.fleet.get(program_id)
+            if program is not None and program.home is backend:
+                if program.in_flight:
+                    continue  # it has come back
+                self.fleet.release(program_id)
+            told.append(program_id)
+        if told:
+            self.on_back(told, backend)
 
     def _decide(self) -> None:
         self._soon = False
@@ -148,7 +182,7 @@ class Dispatcher:
         placed = self.fleet.reconcile(now)
         self.decision_seconds = time.perf_counter() - began
         for dispatch in placed:
-            self._tell_left(dispatch)
+            self._sent(dispatch)
             future = self._waiting[dispatch.turn_id]
             if not future.done():  # else its client leaves, and it ends when that task runs
                 future.set_result(dispatch)

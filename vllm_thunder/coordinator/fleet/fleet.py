@@ -193,6 +193,7 @@ class Fleet:
         self.rooms.update(backend)
         for program in list(backend.residents):
             self._leave(program)
+            program.perhaps_at = backend
             if not program.in_flight:
                 self._rests(program, now)
 

@@ -30,7 +30,7 @@ class Tracked:
     #: The engine that computed its context; None before its first turn, and when that engine died.
     home: Backend | None = None
     #: Without a home: an engine that may know it again. It told that the program was gone while a
-    #: turn was on its way there.
+    #: turn was on its way there, or it went down.
     perhaps_at: Backend | None = None
     #: Blocks of its context that are in its home's memory.
     resident_blocks: int = 0
