@@ -17,6 +17,7 @@ from tests.coordinator.program_engine import (
     until,
     until_up,
 )
+from vllm_thunder.coordinator.config import CoordinatorConfig
 from vllm_thunder.coordinator.engines.client import EngineError
 from vllm_thunder.coordinator.engines.engines import engine_url
 from vllm_thunder.program.errors import ConfigError
@@ -187,6 +188,29 @@ async def test_an_engine_that_hangs_is_down_after_its_time_and_its_turns_go_else
         home.tell()
         assert (await running).status == 200
         assert len(other.calls) == 1
+
+
+async def test_a_server_that_is_slow_to_say_that_it_is_well_has_the_time_of_an_engine(engines):
+    """It is busy, and one exchange failed: what else it answers is not cut."""
+    (engine, *_) = engines
+    events = [b"data: %d\n\n" % number for number in range(12)]
+    routed = engine.answer
+
+    async def answer(request, wire):
+        if request.target == b"/health":
+            await asyncio.sleep(2.3)
+        await routed(request, wire)
+
+    engine.answer = answer
+    engine.chat = chunked(*events, delay=0.3)
+    config = CoordinatorConfig(engine_timeout=5.0)
+    async with coordinator(launch([engine], config)) as (port, control):
+        await until_up(control, 1)
+        running = asyncio.create_task(ask(port, turn("p", stream=True)))
+        await until(lambda: engine.calls)
+        engine.chat = whole(b"{}", b"500 Internal Server Error")
+        assert (await ask(port, turn("q"))).status == 500
+        assert (await running).body == b"".join(events)
 
 
 async def test_an_engine_that_comes_back_as_another_is_not_used(engines):

@@ -72,10 +72,10 @@ class EngineClient:
             ranks=ranks,
         )
 
-    async def healthy(self, seconds: float) -> bool:
-        """Whether the server says within ``seconds`` that it is well."""
+    async def healthy(self) -> bool:
+        """Whether the server says that it is well."""
         try:
-            status, _ = await self._ask("GET", "/health", seconds=seconds)
+            status, _ = await self._ask("GET", "/health")
         except EngineError:
             return False
         return status == 200
