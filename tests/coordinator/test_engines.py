@@ -118,6 +118,36 @@ async def test_engines_that_differ_are_refused(engines, what):
         assert list(control.fleet.backends) == [first.url]
 
 
+def tokenizing(engine, answer):
+    """Answer /tokenize like that."""
+    routed = engine.answer
+
+    async def route(request, wire):
+        await (answer if request.target == b"/tokenize" else routed)(request, wire)
+
+    engine.answer = route
+
+
+@pytest.mark.parametrize("status", [400, 404, 405, 422, 500, 501])
+async def test_a_server_that_has_no_tokenizer_is_an_engine(engines, status):
+    first, second = engines
+    tokenizing(second, whole(b'{"error": "the tokenizer is None"}', b"%d No" % status))
+    async with coordinator(launch([first])) as (port, control):
+        await until_up(control, 1)
+        assert (await ask(port, post({"url": second.url}, "/engines"))).status == 200
+        await until_up(control, 2)
+
+
+@pytest.mark.parametrize("status", [401, 403, 503])
+async def test_a_tokenizer_that_cannot_be_asked_now_is_none_that_is_missing(engines, status):
+    first, second = engines
+    tokenizing(second, whole(b"{}", b"%d No" % status))
+    async with coordinator(launch([first])) as (port, control):
+        await until_up(control, 1)
+        assert (await ask(port, post({"url": second.url}, "/engines"))).status == 409
+        assert list(control.fleet.backends) == [first.url]
+
+
 async def test_adapters_may_differ(engines):
     adapter = {"id": "lora", "parent": "m"}
     engines[1].models = {"data": [{"id": "m", "max_model_len": 4096}, adapter]}

@@ -16,6 +16,9 @@ __all__ = ["EngineClient", "EngineError", "ServerFacts"]
 #: Text that tokenizers disagree about: cases, spaces, digits, scripts, code, symbols.
 _PROBE = "The quick brown Fox\n\t def f(x): return {'a': 12345.678}  # čeština 中文 🙂 <|im_start|>"
 
+#: What does not say that a server cannot do something: it wants another key, or more time.
+_NOT_NOW = (401, 403, 503)
+
 
 class EngineError(ThunderError):
     """An engine did not answer, or not as an engine does; the message names it."""
@@ -113,8 +116,11 @@ class EngineClient:
         return body
 
     async def _tokens(self, model: str) -> tuple[int, ...] | None:
-        answer = await self._json_or_none("POST", "/tokenize", {"model": model, "prompt": _PROBE})
-        return None if answer is None else tuple(answer["tokens"])
+        status, answer = await self._ask("POST", "/tokenize", {"model": model, "prompt": _PROBE})
+        if status >= 400 and status not in _NOT_NOW:
+            return None  # SGLang without a tokenizer answers 500
+        self._expect_ok("POST", "/tokenize", status, answer)
+        return tuple(self._decoded("/tokenize", answer)["tokens"])
 
     async def _json(self, method: str, path: str, body: Any = None) -> Any:
         status, answer = await self._ask(method, path, body)
