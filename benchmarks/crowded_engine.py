@@ -179,4 +179,5 @@ class CrowdedEngine:
             resident_blocks=ceil(tokens / _BLOCK) if acts else 0,
             claimed=acts or name in self.running,
             turns_in_flight=self.running[name],
+            prompt_tokens=tokens,
         )

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tests.coordinator.fake_engine import chunked, hang, reset, whole
-from tests.coordinator.front import ask, post
+from tests.coordinator.front import Client, ask, post
 from tests.coordinator.program_engine import (
     ProgramEngine,
     coordinator,
@@ -17,8 +17,10 @@ from tests.coordinator.program_engine import (
     until,
     until_up,
 )
+from vllm_thunder.coordinator.config import CoordinatorConfig
 from vllm_thunder.coordinator.engines.client import EngineError
 from vllm_thunder.coordinator.engines.engines import engine_url
+from vllm_thunder.coordinator.fleet.backend import Health
 from vllm_thunder.program.errors import ConfigError
 from vllm_thunder.program.report import ProgramReport
 
@@ -115,6 +117,63 @@ async def test_engines_that_differ_are_refused(engines, what):
         assert answer.status == 409
         assert "one fleet" in answer.json()["error"]["message"]
         assert list(control.fleet.backends) == [first.url]
+
+
+def tokenizing(engine, answer):
+    """Answer /tokenize like that."""
+    routed = engine.answer
+
+    async def route(request, wire):
+        await (answer if request.target == b"/tokenize" else routed)(request, wire)
+
+    engine.answer = route
+
+
+@pytest.mark.parametrize("status", [400, 404, 405, 422, 500, 501])
+async def test_a_server_that_has_no_tokenizer_is_an_engine(engines, status):
+    first, second = engines
+    tokenizing(second, whole(b'{"error": "the tokenizer is None"}', b"%d No" % status))
+    async with coordinator(launch([first])) as (port, control):
+        await until_up(control, 1)
+        assert (await ask(port, post({"url": second.url}, "/engines"))).status == 200
+        await until_up(control, 2)
+
+
+@pytest.mark.parametrize("status", [401, 403, 503])
+async def test_a_tokenizer_that_cannot_be_asked_now_is_none_that_is_missing(engines, status):
+    first, second = engines
+    tokenizing(second, whole(b"{}", b"%d No" % status))
+    async with coordinator(launch([first])) as (port, control):
+        await until_up(control, 1)
+        assert (await ask(port, post({"url": second.url}, "/engines"))).status == 409
+        assert list(control.fleet.backends) == [first.url]
+
+
+async def test_what_the_first_server_did_not_tell_is_what_the_next_one_tells(engines):
+    first, second = engines
+    third = ProgramEngine()
+    await third.start()
+    third.tokens = [1, 2, 4]
+    tokenizing(first, whole(b"{}", b"404 Not Found"))
+    async with coordinator(launch([first])) as (port, control):
+        await until_up(control, 1)
+        assert (await ask(port, post({"url": second.url}, "/engines"))).status == 200
+        answer = await ask(port, post({"url": third.url}, "/engines"))
+        assert answer.status == 409
+        assert "tokenizer" in answer.json()["error"]["message"]
+    await third.kill()
+
+
+async def test_a_fleet_without_engines_takes_any(engines):
+    first, second = engines
+    second.models = {"data": [{"id": "other", "max_model_len": 2048}]}
+    async with coordinator(launch([first])) as (port, control):
+        await until_up(control, 1)
+        assert (await ask(port, post({"url": second.url}, "/engines"))).status == 409
+        assert (await ask(port, delete(f"/engines/{first.url}"))).status == 200
+        await until(lambda: not control.fleet.backends)
+        assert (await ask(port, post({"url": second.url}, "/engines"))).status == 200
+        assert (await ask(port, post({"url": first.url}, "/engines"))).status == 409
 
 
 async def test_adapters_may_differ(engines):
@@ -216,6 +275,65 @@ async def test_an_engine_that_hangs_is_down_after_its_time_and_its_turns_go_else
         home.tell()
         assert (await running).status == 200
         assert len(other.calls) == 1
+
+
+@pytest.mark.parametrize("first", ["it goes down", "it is taken out"])
+async def test_an_engine_that_is_taken_out_and_goes_down_is_not_used_again(engines, first):
+    """A turn of which the client has not read everything is counted there until it has."""
+    (engine, other) = engines
+    engine.chat = chunked(*[b"data: " + b"x" * 60_000 + b"\n\n"] * 400)
+    async with coordinator(launch([engine])) as (port, control):
+        await until_up(control, 1)
+        (backend,) = control.fleet.backends.values()
+        slow = await Client.to(port)
+        slow.send(turn("p", stream=True))
+        await until(lambda: backend.running)
+        await asyncio.sleep(0.3)
+        if first == "it goes down":
+            await engine.kill()
+            await until(lambda: backend.health is Health.DOWN)
+        assert (await ask(port, delete(f"/engines/{engine.url}"))).status == 200
+        if first == "it is taken out":
+            engine.healthy = False
+            assert not await control.engines.still_well(backend)
+            engine.healthy = True
+        else:
+            await engine.start()
+        assert (await ask(port, post({"url": other.url}, "/engines"))).status == 200
+        await until_up(control, 1)
+        asked = len(engine.requests)
+        await until(lambda: len(engine.requests) > asked)  # whether it may be used again
+        await asyncio.sleep(0.3)
+        assert backend.running
+        assert not backend.usable
+        engine.chat = other.chat
+        assert (await ask(port, turn("q"))).status == 200
+        assert len(other.calls) == 1
+        slow.leave()
+        await until(lambda: list(control.fleet.backends) == [other.url])
+
+
+async def test_a_server_that_is_slow_to_say_that_it_is_well_has_the_time_of_an_engine(engines):
+    """It is busy, and one exchange failed: what else it answers is not cut."""
+    (engine, *_) = engines
+    events = [b"data: %d\n\n" % number for number in range(12)]
+    routed = engine.answer
+
+    async def answer(request, wire):
+        if request.target == b"/health":
+            await asyncio.sleep(2.3)
+        await routed(request, wire)
+
+    engine.answer = answer
+    engine.chat = chunked(*events, delay=0.3)
+    config = CoordinatorConfig(engine_timeout=5.0)
+    async with coordinator(launch([engine], config)) as (port, control):
+        await until_up(control, 1)
+        running = asyncio.create_task(ask(port, turn("p", stream=True)))
+        await until(lambda: engine.calls)
+        engine.chat = whole(b"{}", b"500 Internal Server Error")
+        assert (await ask(port, turn("q"))).status == 500
+        assert (await running).body == b"".join(events)
 
 
 async def test_an_engine_that_comes_back_as_another_is_not_used(engines):

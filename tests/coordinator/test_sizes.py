@@ -164,7 +164,8 @@ def test_neither_lists_nor_what_is_no_json_move_the_ratio():
     before = prompts.look(dump(chat("x" * 1000)), 0.0, is_new=False).tokens
     for body in (None, dump({"input": ["x" * 1000] * 100}), dump({"prompt": [[1] * 50] * 9})):
         size = prompts.look(body, 0.0, is_new=True).size
-        for tokens in (1, 1500, 100_000):
+        assert (size is None) is (body is None)
+        for tokens in (1, 1500, 100_000) if size is not None else ():
             prompts.counted(size, tokens)
     assert prompts.look(dump(chat("x" * 1000)), 0.0, is_new=False).tokens == before
 

@@ -7,10 +7,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.coordinator.fake_engine import FakeEngine, chunked, whole
+from tests.coordinator.fake_engine import FakeEngine, chunked, reset, whole
 from tests.coordinator.front import ask, post
 from tests.coordinator.program_engine import MODELS, coordinator, launch, page, turn, until
 from tests.coordinator.test_stock_metrics import vllm_text
+from vllm_thunder.coordinator.engines import stock as stock_module
 
 _NOBODY_WAITS = re.compile(r"(?m)^(vllm:num_requests_waiting\{.*\} ).*$")
 USAGE = {"prompt_tokens": 480, "completion_tokens": 20, "total_tokens": 500}
@@ -106,6 +107,50 @@ async def test_a_label_that_vllm_would_refuse_is_made_acceptable(stock):
         assert (await ask(port, post(body))).status == 200
         (call,) = [call for engine in stock for call in engine.calls]
         assert json.loads(call.body) == {**body, "session_id": "7"}
+
+
+EVENTS = [b"data: %d\n\n" % number for number in range(20)]
+BROKEN = {
+    "an error": whole(b"busy", b"503 Service Unavailable"),
+    "no metrics": whole(b"<html>"),
+    "no answer": reset,
+}
+
+
+@pytest.mark.parametrize("times", [1, 3, 1000])
+@pytest.mark.parametrize("how", BROKEN)
+async def test_a_few_lost_answers_of_a_server_that_is_well_cut_nothing(
+    stock, how, times, monkeypatch
+):
+    monkeypatch.setattr(stock_module, "_ASK_SECONDS", 0.05)
+    (engine, *_) = stock
+    routed, left = engine.answer, 0
+
+    async def answer(request, wire):
+        nonlocal left
+        if request.target == b"/metrics" and left:
+            left -= 1
+            await BROKEN[how](request, wire)
+        else:
+            await routed(request, wire)
+
+    engine.answer = answer
+    engine.chat = chunked(*EVENTS, delay=0.05)
+    async with coordinator(launch([engine])) as (port, control):
+        (backend,) = control.fleet.backends.values()
+        await until(lambda: backend.usable)
+        running = asyncio.create_task(ask(port, turn("p", stream=True)))
+        await until(lambda: backend.running)
+        await asyncio.sleep(0.1)
+        left = times
+        streamed = await running
+        if times == 1000:
+            assert not backend.usable
+            assert streamed.body != b"".join(EVENTS)
+        else:
+            assert left == 0
+            assert backend.usable
+            assert streamed.body == b"".join(EVENTS)
 
 
 @pytest.mark.parametrize("how", ["/weight_sync/end", "/reset_prefix_cache", "/pause"])

@@ -24,6 +24,7 @@ def described(program: Program) -> ProgramReport:
         resident_blocks=program.resident_blocks,
         claimed=program.status is Status.ACTIVE,
         turns_in_flight=len(program.turns),
+        prompt_tokens=program.context_prompt_tokens,
     )
 
 

@@ -5,6 +5,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from tests.engine.following import Follower
 from tests.engine.harness import BLOCK, text
 from vllm_thunder.program.errors import ThunderError
 
@@ -70,6 +71,32 @@ def test_two_short_calls_in_a_row_are_a_new_context(make_engine):
     program = engine.program("p")
     assert program.context_tokens == len(context)
     assert program.unique_blocks == 7
+
+
+def test_the_prompt_that_is_told_is_the_contexts_and_the_last_turns(make_engine):
+    """A coordinator learns from it how many tokens the body of that turn was."""
+    engine = make_engine(blocks=64)
+    follower = Follower(engine)
+
+    def told():
+        follower.catch_up()
+        return follower.programs["p"].prompt_tokens
+
+    engine.turn(text(1, 5 * BLOCK), "p", one_off=True)
+    assert told() == 0
+    context = engine.turn(text(2, 20 * BLOCK), "p", max_tokens=40)
+    assert told() == 20 * BLOCK
+    engine.turn(text(3, 6 * BLOCK), "p", one_off=True)
+    assert told() == 0
+    prompt = context + text(4, 40)
+    engine.turn(prompt, "p", max_tokens=30)
+    assert told() == len(prompt)
+    engine.turn(text(5, 6 * BLOCK), "p")  # a side call, as far as anybody can know
+    assert told() == 0
+    engine.turn(text(5, 7 * BLOCK), "p")
+    assert told() == 7 * BLOCK
+    engine.abort(engine.send(text(5, 9 * BLOCK), "p"))
+    assert told() == 0
 
 
 def test_a_context_that_changes_at_its_head_is_counted(make_engine):

@@ -34,8 +34,9 @@ class Calls:
         """An engine is about to get the call."""
         self._prompts.sent(prompt, backend.backend_id, self._clock())
         program = None if turn is None else self._fleet.get(turn.program_id)
-        if program is not None:
-            program.prompt_size = prompt.size
+        if turn is not None and program is not None:
+            alone = len(program.running) == 1 and not turn.one_off and not turn.fans_out
+            program.prompt_size = prompt.size if alone else None
         if backend.stock:
             self._stock.sent(backend, turn, call_id, prompt.tokens)
 
@@ -50,4 +51,7 @@ class Calls:
         """The call is over at the engine; ``answer``: None: it failed or was cut."""
         if backend.stock:
             tokens = (None, None) if answer is None else answer.counted(round(prompt.tokens))
+            told = None if answer is None else answer.prompt_tokens()
+            if told and prompt.size is not None:
+                self._prompts.counted(prompt.size, told)
             self._stock.ended(backend, call_id, *tokens)

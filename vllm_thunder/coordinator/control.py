@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from vllm_thunder.coordinator.config import CoordinatorConfig
@@ -11,6 +11,7 @@ from vllm_thunder.coordinator.engines.client import EngineError
 from vllm_thunder.coordinator.engines.engines import Engines
 from vllm_thunder.coordinator.engines.stock import StockEngines
 from vllm_thunder.coordinator.fleet.backend import Backend, Health
+from vllm_thunder.coordinator.fleet.tracked import Tracked
 from vllm_thunder.coordinator.metrics import Metrics
 from vllm_thunder.program.errors import ThunderError
 
@@ -55,6 +56,7 @@ class Control:
         #: Ends an update of weights whose end nobody tells.
         self._sync_timer: asyncio.TimerHandle | None = None
         dispatcher.on_forgotten = self._forget_there
+        dispatcher.on_back = self._forget_all_there
 
     async def release(self, program_id: str) -> dict[str, Any]:
         """End a program, here and at the engine that has it: at once, or when its turns in flight
@@ -72,6 +74,9 @@ class Control:
         if program is not None:
             self.fleet.release(program_id)
         backends = [home] if home is not None else list(self.fleet.backends.values())
+        for backend in backends:
+            if backend.health in (Health.DOWN, Health.UNKNOWN) and not backend.stock:
+                self.dispatcher.owe(program_id, backend)
         asked = {backend.url: backend for backend in backends if backend.usable}
         answers = await asyncio.gather(
             *(self._release_at(backend, program_id) for backend in asked.values())
@@ -192,12 +197,22 @@ class Control:
         else:
             self._spawn(self._insist(backend, program_id))
 
+    def _forget_all_there(self, program_ids: Iterable[str], backend: Backend) -> None:
+        self._spawn(self._insist_on_all(backend, program_ids))
+
+    async def _insist_on_all(self, backend: Backend, program_ids: Iterable[str]) -> None:
+        for program_id in program_ids:
+            await self._insist(backend, program_id)
+
     async def _insist(self, backend: Backend, program_id: str) -> None:
         for attempt in range(_RELEASE_ATTEMPTS):
             await asyncio.sleep(attempt * _RELEASE_SECONDS)
+            if backend.health is Health.DOWN:
+                self.dispatcher.owe(program_id, backend)
+                return
             program = self.fleet.get(program_id)
-            if backend.health is Health.DOWN or (program is not None and program.home is backend):
-                return  # it has nothing any more, or has it again
+            if program is not None and program.home is backend and _has_run(program):
+                return  # it has it again
             try:
                 await self.engines.client(backend.url).release(program_id)
                 return
@@ -208,3 +223,8 @@ class Control:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+def _has_run(program: Tracked) -> bool:
+    """Else it is known only because an engine has told of it."""
+    return program.in_flight or bool(program.profile.turns)

@@ -2,10 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
-from vllm_thunder.coordinator.fleet.backend import Backend, Health
+from vllm_thunder.coordinator.fleet.backend import Backend
 from vllm_thunder.coordinator.fleet.dispatch import Dispatch, Unavailable
 from vllm_thunder.coordinator.fleet.fleet import Fleet
 from vllm_thunder.coordinator.fleet.tracked import Tracked
@@ -14,6 +14,9 @@ from vllm_thunder.program.report import EngineReport
 from vllm_thunder.program.turn import Turn
 
 __all__ = ["Dispatcher"]
+
+#: Programs that an engine which is down is to be told of; of more it forgets by itself, later.
+_MOST_OWED = 2000
 
 
 class Dispatcher:
@@ -33,6 +36,9 @@ class Dispatcher:
         self._timer: asyncio.TimerHandle | None = None
         #: Called with the id of a program and an engine that need not keep it any more.
         self.on_forgotten: Callable[[str, Backend], None] = lambda program_id, backend: None
+        #: The same of several, and of an engine that was down when they were forgotten.
+        self.on_back: Callable[[Iterable[str], Backend], None] = lambda program_ids, backend: None
+        self._owed: dict[Backend, dict[str, None]] = {}
         #: Seconds that the last decision took.
         self.decision_seconds = 0.0
 
@@ -51,6 +57,7 @@ class Dispatcher:
         """
         dispatch = self.fleet.arrived(turn, prompt_tokens, cached, self._clock(), body_bytes)
         if dispatch is not None:
+            self._sent(dispatch)
             return dispatch
         program = self.fleet.get(turn.program_id)
         assert program is not None
@@ -73,7 +80,7 @@ class Dispatcher:
     def redirected(self, dispatch: Dispatch, backend: Backend) -> Dispatch:
         """The turn turned out to belong to this engine, which has it now."""
         moved = self.fleet.redirected(dispatch, backend, self._clock())
-        self._tell_left(moved)
+        self._sent(moved)
         self.changed()
         return moved
 
@@ -86,11 +93,26 @@ class Dispatcher:
         """An engine told what has changed there."""
         for told in report.programs:
             program = self.fleet.get(told.program_id)
-            if program is not None and program.prompt_size is not None and not told.turns_in_flight:
-                self.prompts.counted(program.prompt_size, told.context_tokens)
+            if program is None or program.home is not backend:
+                continue
+            # While a turn runs, this may have been said of the one before.
+            if not program.running and not told.turns_in_flight:
+                if program.prompt_size is not None and told.prompt_tokens:
+                    self.prompts.counted(program.prompt_size, told.prompt_tokens)
                 program.prompt_size = None
         self.fleet.reported(backend, report, self._clock())
+        if report.complete:
+            self._pay(backend)
         self.changed()
+
+    def owe(self, program_id: str, backend: Backend) -> None:
+        """The program has ended, or has moved away, and the engine cannot be told now: it is when
+        it has answered again and told everything."""
+        if self.fleet.backends.get(backend.backend_id) is backend:
+            owed = self._owed.setdefault(backend, {})
+            owed[program_id] = None
+            if len(owed) > _MOST_OWED:
+                del owed[next(iter(owed))]
 
     def went_down(self, backend: Backend) -> None:
         """An engine cannot be reached; its turns in flight are told of one by one."""
@@ -106,6 +128,7 @@ class Dispatcher:
     def removed(self, backend: Backend) -> None:
         """An engine that was taken out has ended its turns."""
         self.fleet.removed(backend, self._clock())
+        self._owed.pop(backend, None)
         self.changed()
 
     def freeze(self, frozen: bool) -> None:
@@ -147,9 +170,24 @@ class Dispatcher:
                 self.on_forgotten(program.program_id, home)
         self.changed()
 
-    def _tell_left(self, dispatch: Dispatch) -> None:
-        if dispatch.left is not None and dispatch.left.health is not Health.DOWN:
-            self.on_forgotten(dispatch.program.program_id, dispatch.left)
+    def _sent(self, dispatch: Dispatch) -> None:
+        program_id = dispatch.program.program_id
+        self._owed.get(dispatch.backend, {}).pop(program_id, None)
+        if dispatch.left is not None:
+            self.on_forgotten(program_id, dispatch.left)
+
+    def _pay(self, backend: Backend) -> None:
+        """The engine has told of everything it has: now it hears what is of no use."""
+        told = []
+        for program_id in self._owed.pop(backend, {}):
+            program = self.fleet.get(program_id)
+            if program is not None and program.home is backend:
+                if program.in_flight:
+                    continue  # it has come back
+                self.fleet.release(program_id)
+            told.append(program_id)
+        if told:
+            self.on_back(told, backend)
 
     def _decide(self) -> None:
         self._soon = False
@@ -158,7 +196,7 @@ class Dispatcher:
         placed = self.fleet.reconcile(now)
         self.decision_seconds = time.perf_counter() - began
         for dispatch in placed:
-            self._tell_left(dispatch)
+            self._sent(dispatch)
             future = self._waiting[dispatch.turn_id]
             if not future.done():  # else its client leaves, and it ends when that task runs
                 future.set_result(dispatch)

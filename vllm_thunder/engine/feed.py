@@ -207,4 +207,5 @@ class ProgramFeed:
             resident_blocks=program.resident_blocks,
             claimed=program.status is Status.ACTIVE,
             turns_in_flight=len(program.turns),
+            prompt_tokens=program.context_prompt_tokens,
         )

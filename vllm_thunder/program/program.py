@@ -61,6 +61,8 @@ class Program:
 
     #: Context at the end of the last turn that ended normally, its output included.
     context_tokens: int = 0
+    #: Of ``context_tokens``, the prompt of the last turn; 0: that left the context as it was.
+    context_prompt_tokens: int = 0
     #: Longest prompt among the requests in flight.
     prompt_tokens: int = 0
     #: Exponentially weighted tokens by which one turn and its tool result grow the context.

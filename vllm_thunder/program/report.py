@@ -46,7 +46,9 @@ class ProgramReport(msgspec.Struct, frozen=True):
 
     ``context_tokens``: its context after its last turn, 0 before. ``resident_blocks``: of that,
     what is in memory. ``claimed``: it is ACTIVE, its turns are admitted as they arrive.
-    ``turns_in_flight``: that the engine has, held ones included.
+    ``turns_in_flight``: that the engine has, held ones included. ``prompt_tokens``: of its last
+    turn, as the engine counted them; 0 where that neither began nor continued the context, as side
+    calls and one-offs, and where nobody counted.
     """
 
     program_id: str
@@ -54,6 +56,7 @@ class ProgramReport(msgspec.Struct, frozen=True):
     resident_blocks: Annotated[int, Meta(ge=0)]
     claimed: bool
     turns_in_flight: Annotated[int, Meta(ge=0)] = 0
+    prompt_tokens: Annotated[int, Meta(ge=0)] = 0
 
 
 class EngineReport(msgspec.Struct, frozen=True):

@@ -132,6 +132,7 @@ class ProgramTable:
             program.open_fans.add(turn.turn_id)
         program.release_when_turn_ends |= turn.final
         program.prompt_tokens = max(program.prompt_tokens, prompt_tokens)
+        program.context_prompt_tokens = 0
         program.phase = Phase.REASONING
         program.idle_since = now
         self.changes.changed(program.program_id)
@@ -258,6 +259,7 @@ class ProgramTable:
             weight = 1.0 if program.growth == 0.0 else 0.5
             program.growth += weight * (sample - program.growth)
         program.context_tokens = context_tokens
+        program.context_prompt_tokens = max(context_tokens - output_tokens, 0)
 
     def learn_hits(self, program: Program, cached_tokens: int, prompt_tokens: int) -> None:
         """A request of the program began of whose prompt so much was in the prefix cache."""

@@ -16,6 +16,9 @@ __all__ = ["EngineClient", "EngineError", "ServerFacts"]
 #: Text that tokenizers disagree about: cases, spaces, digits, scripts, code, symbols.
 _PROBE = "The quick brown Fox\n\t def f(x): return {'a': 12345.678}  # čeština 中文 🙂 <|im_start|>"
 
+#: What does not say that a server cannot do something: it wants another key, or more time.
+_NOT_NOW = (401, 403, 503)
+
 
 class EngineError(ThunderError):
     """An engine did not answer, or not as an engine does; the message names it."""
@@ -101,10 +104,10 @@ class EngineClient:
             ranks=ranks,
         )
 
-    async def healthy(self, seconds: float) -> bool:
-        """Whether the server says within ``seconds`` that it is well."""
+    async def healthy(self) -> bool:
+        """Whether the server says that it is well."""
         try:
-            status, _ = await self._ask("GET", "/health", seconds=seconds)
+            status, _ = await self._ask("GET", "/health")
         except EngineError:
             return False
         return status == 200
@@ -141,9 +144,11 @@ class EngineClient:
         return body
 
     async def _tokens(self, model: str) -> tuple[int, ...] | None:
-        asked = {"model": model, "prompt": _PROBE}
-        answer = await self._json_or_none("POST", "/tokenize", _Tokens, asked)
-        return None if answer is None else answer.tokens
+        status, answer = await self._ask("POST", "/tokenize", {"model": model, "prompt": _PROBE})
+        if status >= 400 and status not in _NOT_NOW:
+            return None  # SGLang without a tokenizer answers 500
+        self._expect_ok("POST", "/tokenize", status, answer)
+        return self._decoded("/tokenize", answer, _Tokens).tokens
 
     async def _json(self, method: str, path: str, kind: type[_Answer], body: Any = None) -> _Answer:
         status, answer = await self._ask(method, path, body)

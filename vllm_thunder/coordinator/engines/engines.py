@@ -61,7 +61,7 @@ class Engines:
         self._tasks: dict[Backend, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._leaving: set[Backend] = set()
-        #: What all engines have in common: of the first one that answered.
+        #: What all engines have in common, as far as one has told; None: there is none.
         self.facts: ServerFacts | None = None
         #: Servers that did not answer yet, so that it is not known how many engines they are.
         self.unreachable: dict[str, str] = {}
@@ -165,7 +165,7 @@ class Engines:
         self._expect_fit(url, facts)
         if len(self._fleet.backends) + facts.ranks > self._config.max_engines:
             raise EngineError(f"{url}: {self._config.max_engines} engines are the limit")
-        self.facts = self.facts or facts
+        self.facts = _fuller(self.facts, facts)
         self.unreachable.pop(url, None)
         ranks = [None] if facts.ranks == 1 else list(range(facts.ranks))
         joined = []
@@ -202,6 +202,9 @@ class Engines:
         """A server that answers again may be another one by now."""
         facts = await self._facts(backend.url)
         self._expect_fit(backend.url, facts)
+        self.facts = _fuller(self.facts, facts)
+        if backend in self._leaving:  # else it would be used again
+            raise EngineError(f"{backend.url}: is taken out, and has not ended its turns")
         if (backend.rank or 0) >= facts.ranks or backend.stock is facts.knows_programs:
             raise EngineError(
                 f"{backend.url}: was started again as another kind of server; "
@@ -280,6 +283,8 @@ class Engines:
         del self._tasks[backend], self._feeds[backend]
         self._leaving.discard(backend)
         self._dispatcher.removed(backend)
+        if not self._fleet.backends:
+            self.facts = None
         logger.info("Engine %s left", backend.backend_id)
 
     async def _watch(self, path: Path) -> None:
@@ -303,6 +308,19 @@ class Engines:
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+def _fuller(known: ServerFacts | None, facts: ServerFacts) -> ServerFacts:
+    """What is known of the fleet, and what one that fits tells beyond that."""
+    if known is None:
+        return facts
+    return msgspec.structs.replace(
+        known,
+        tokens=facts.tokens if known.tokens is None else known.tokens,
+        context_groups=(
+            facts.context_groups if known.context_groups is None else known.context_groups
+        ),
+    )
 
 
 def engine_url(text: str) -> str:

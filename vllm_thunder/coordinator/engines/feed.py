@@ -8,7 +8,7 @@ from vllm_thunder.coordinator.dispatcher import Dispatcher
 from vllm_thunder.coordinator.engines.client import EngineClient, EngineError
 from vllm_thunder.coordinator.fleet.backend import Backend, Health
 
-__all__ = ["Changes", "Feed"]
+__all__ = ["Changes", "Feed", "LostAnswers"]
 
 logger = logging.getLogger(__name__)
 
@@ -18,10 +18,28 @@ _LONG_POLL = 5.0
 _PAUSE_WAITING, _PAUSE_IDLE = 0.005, 0.1
 #: Seconds between two attempts to reach an engine that is down: the first, and at most.
 _FIRST_RETRY, _LAST_RETRY = 0.25, 2.0
-#: Seconds for an answer to the question whether a server is well.
-_HEALTH_SECONDS = 2.0
 #: Answers in a row that may be missing although the server says that it is well.
 _LOST_ANSWERS = 3
+
+
+class LostAnswers:
+    """Answers in a row to who follows an engine that may be missing before it counts as down."""
+
+    def __init__(self, client: EngineClient):
+        self._client = client
+        self._count = 0
+
+    def came(self) -> None:
+        """An answer came."""
+        self._count = 0
+
+    async def lost(self, error: EngineError) -> None:
+        """One did not; raises ``error`` unless the server says that it is well."""
+        self._count += 1
+        hangs = isinstance(error.__cause__, TimeoutError)
+        well = not hangs and await self._client.healthy()
+        if not well or self._count > _LOST_ANSWERS:
+            raise error
 
 
 class Changes:
@@ -40,20 +58,16 @@ class Changes:
 
     async def follow(self) -> None:
         """Until the engine cannot be followed any more: raises EngineError then."""
-        cursor, lost = "", 0
+        cursor, answers = "", LostAnswers(self._client)
         while True:
             try:
                 report = await self._client.changes(
                     self._backend.rank, cursor, _LONG_POLL, _LONG_POLL + self._timeout
                 )
             except EngineError as error:
-                lost += 1
-                hangs = isinstance(error.__cause__, TimeoutError)
-                well = not hangs and await self._client.healthy(_HEALTH_SECONDS)
-                if not well or lost > _LOST_ANSWERS:
-                    raise
+                await answers.lost(error)
                 continue
-            lost = 0
+            answers.came()
             cursor = report.cursor
             self._dispatcher.reported(self._backend, report)
             if report.complete:
@@ -114,7 +128,7 @@ class Feed:
         if self._backend.health is Health.DOWN:
             return False
         if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(self._client.healthy(_HEALTH_SECONDS))
+            self._asking = asyncio.create_task(self._client.healthy())
         if await asyncio.shield(self._asking):
             return True
         self._down(f"{self._client.url}: does not answer /health any more")

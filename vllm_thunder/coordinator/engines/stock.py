@@ -6,6 +6,7 @@ from functools import partial
 
 from vllm_thunder.coordinator.dispatcher import Dispatcher
 from vllm_thunder.coordinator.engines.client import EngineClient, EngineError
+from vllm_thunder.coordinator.engines.feed import LostAnswers
 from vllm_thunder.coordinator.engines.stock_metrics import (
     EngineFacts,
     FactsError,
@@ -45,14 +46,18 @@ class StockEngines:
 
     async def follow(self, backend: Backend, client: EngineClient) -> None:
         """Until the engine cannot be followed any more: raises EngineError then."""
+        answers = LostAnswers(client)
         try:
             while True:
-                facts = (await engine_facts(client)).get(backend.rank or 0)
-                if facts is None:
-                    raise EngineError(f"{client.url}: does not tell of rank {backend.rank}")
-                if facts.capacity_blocks is not None:
-                    self._books_of(backend, facts).queue_told(facts.waiting or 0)
-                    self._report(backend)
+                try:
+                    facts = await _facts_of(backend, client)
+                except EngineError as error:
+                    await answers.lost(error)
+                else:
+                    answers.came()
+                    if facts.capacity_blocks is not None:
+                        self._books_of(backend, facts).queue_told(facts.waiting or 0)
+                        self._report(backend)
                 await asyncio.sleep(_ASK_SECONDS)
         finally:
             self._forget(backend)
@@ -152,6 +157,13 @@ class StockEngines:
     def _forget(self, backend: Backend) -> None:
         self._cancel(backend)
         self._books.pop(backend, None)
+
+
+async def _facts_of(backend: Backend, client: EngineClient) -> EngineFacts:
+    facts = (await engine_facts(client)).get(backend.rank or 0)
+    if facts is None:
+        raise EngineError(f"{client.url}: does not tell of rank {backend.rank}")
+    return facts
 
 
 async def engine_facts(client: EngineClient) -> dict[int, EngineFacts]:

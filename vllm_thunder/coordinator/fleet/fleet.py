@@ -19,6 +19,7 @@ from vllm_thunder.coordinator.fleet.placement import (
     plan,
     to_idle,
 )
+from vllm_thunder.coordinator.fleet.places import Places
 from vllm_thunder.coordinator.fleet.queue import WaitingQueue
 from vllm_thunder.coordinator.fleet.resting import Resting
 from vllm_thunder.coordinator.fleet.tracked import Tracked
@@ -37,6 +38,7 @@ class Fleet:
         self.config = config
         self.backends: dict[str, Backend] = {}
         self.rooms = Rooms()
+        self._places = Places(self.rooms)
         self.queue = WaitingQueue(config)
         #: While true every model call waits: weights are being updated.
         self.frozen = False
@@ -112,7 +114,7 @@ class Fleet:
         if held:
             self.counts.turns_paused += not self.queue.unhold(program, turn_id, now)
         else:
-            self._no_longer_runs(program, turn_id, now)
+            self._places.end(program, turn_id, now)
         self.counts.turns_cancelled += cancelled
         self.counts.turns_cancelled_held += held and cancelled
         self.counts.turns_given_up += held and not cancelled
@@ -132,13 +134,13 @@ class Fleet:
     ) -> None:
         """The engine did not take the turn, no byte of an answer came: it waits again, whatever
         the limits say, as one that had waited ``waited`` seconds."""
-        self._no_longer_runs(program, turn_id, now)
+        self._places.end(program, turn_id, now)
         self._hold(program, turn_id, now - waited, now, body_bytes)
 
     def redirected(self, dispatch: Dispatch, backend: Backend, now: float) -> Dispatch:
         """A turn that was sent is at this engine instead, which has what the turn goes on from."""
         program, turn_id, waited = dispatch.program, dispatch.turn_id, dispatch.waited
-        self._no_longer_runs(program, turn_id, now)
+        self._places.end(program, turn_id, now)
         return self._send(program, turn_id, backend, now, waited, "has what it goes on from")
 
     def release(self, program_id: str) -> Tracked | None:
@@ -194,7 +196,8 @@ class Fleet:
         backend.unconfirmed = {}
         self.rooms.update(backend)
         for program in list(backend.residents):
-            self._leave(program)
+            self._places.leave(program)
+            program.perhaps_at = backend
             if not program.in_flight:
                 self._rests(program, now)
 
@@ -324,7 +327,7 @@ class Fleet:
     def _forget(self, program: Tracked) -> None:
         del self._programs[program.program_id]
         self._may_go_on.pop(program, None)
-        self._leave(program)
+        self._places.leave(program)
         self._resting.discard(program)
 
     def _program_reported(self, backend: Backend, told: ProgramReport, now: float) -> None:
@@ -342,11 +345,11 @@ class Fleet:
         if program.home is not backend:
             if program.home is not None:
                 return  # it has moved: what the old home still says is of no use
-            self._settle(program, backend)
+            self._places.settle(program, backend)
         program.told = True
         self._resting.known(program)
         if told.claimed or told.turns_in_flight:
-            self._forget_placed(backend, program)  # it is in what the engine says of its room
+            self._places.told(program, backend)  # it is in what the engine says of its room
         grown = told.context_tokens - program.context_tokens
         if program.context_tokens and grown > 0:
             self.growth.add(grown)
@@ -360,7 +363,7 @@ class Fleet:
         """Its home does not know it any more: it was released, or its retention ended."""
         if program.in_flight:
             home = program.home
-            self._leave(program)
+            self._places.leave(program)
             if home in program.running.values():
                 program.perhaps_at = home  # the turn may come after that was said
             return
@@ -407,8 +410,7 @@ class Fleet:
         """``blocks``: what it takes of the engine's room; None: all of its context. ``held``: a
         decision had left it waiting."""
         self.counts.turns_admitted += 1
-        program.running[turn_id] = backend
-        backend.running[program, turn_id] = None
+        self._places.begin(program, turn_id, backend)
         left = None
         if program.home is not backend:
             if program.home is not None:
@@ -416,45 +418,11 @@ class Fleet:
                 self.counts.moves += 1
             at = program.home or program.perhaps_at
             left = None if at is backend else at
-            self._settle(program, backend)
+            self._places.settle(program, backend)
         credit = backend.credit(held, self.config)
         if not program.claimed and program not in backend.placed:
             self.counts.placements += 1
             if blocks is None:
                 blocks = backend.blocks(program.prompt_tokens + self.growth.value)
-            backend.placed[program] = blocks
-            backend.placed_blocks += blocks
-            self.rooms.update(backend)
+            self._places.give(program, backend, blocks)
         return Dispatch(program, turn_id, backend, waited, reason, credit, left)
-
-    def _no_longer_runs(self, program: Tracked, turn_id: str, now: float) -> None:
-        backend = program.running.pop(turn_id)
-        del backend.running[program, turn_id]
-        if not backend.running:
-            backend.idle_since = now
-        if backend not in program.running.values():
-            self._forget_placed(backend, program)
-
-    def _settle(self, program: Tracked, backend: Backend) -> None:
-        self._leave(program)
-        self._resting.known(program)
-        program.home, program.perhaps_at = backend, None
-        backend.residents[program] = None
-
-    def _leave(self, program: Tracked) -> None:
-        """It has no home any more."""
-        home = program.home
-        if home is None:
-            return
-        self._forget_placed(home, program)
-        home.residents.pop(program, None)
-        program.home = None
-        program.resident_blocks = 0
-        program.claimed = False
-        program.told = False
-
-    def _forget_placed(self, backend: Backend, program: Tracked) -> None:
-        blocks = backend.placed.pop(program, None)
-        if blocks is not None:
-            backend.placed_blocks = backend.placed_blocks - blocks if backend.placed else 0.0
-            self.rooms.update(backend)

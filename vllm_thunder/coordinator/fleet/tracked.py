@@ -31,7 +31,7 @@ class Tracked:
     #: The engine that computed its context; None before its first turn, and when that engine died.
     home: Backend | None = None
     #: Without a home: an engine that may know it again. It told that the program was gone while a
-    #: turn was on its way there.
+    #: turn was on its way there, or it went down.
     perhaps_at: Backend | None = None
     #: Blocks of its context that are in its home's memory.
     resident_blocks: int = 0
@@ -45,7 +45,8 @@ class Tracked:
     #: Tokens of its context after its last turn, and of the prompt that waits, as far as known.
     context_tokens: int = 0
     prompt_tokens: float = 0.0
-    #: What its last prompt's body was made of, until an engine has said how many tokens that is.
+    #: What its last prompt's body was made of, until an engine has said how many tokens that is;
+    #: None also where what the engine says would not be of that body alone.
     prompt_size: BodySize | None = None
 
     #: Turns that wait here, oldest first, and the bytes of their bodies.

@@ -346,6 +346,7 @@ class LogicalEngine:
 
 
 def _report_of(program: Program) -> ProgramReport:
+    """Without tokens of prompts: they are learned from the answers that tell them."""
     return ProgramReport(
         program_id=program.program_id,
         context_tokens=program.context_tokens,

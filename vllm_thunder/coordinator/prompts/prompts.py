@@ -15,15 +15,18 @@ __all__ = ["Prompt", "Prompts"]
 
 #: Seconds after which a prefix that an engine computed is no longer counted on.
 _REMEMBERED_SECONDS = 120.0
+#: The engine puts a stored conversation before what such a body says.
+_GOES_ON = b'"previous_response_id"'
 
 
 class Prompt(NamedTuple):
     """``tokens``: an estimate. ``cached``: by backend id, how many of them are likely to be in its
-    prefix cache, of other programs. ``size`` and ``marks``: of its body, to learn from."""
+    prefix cache, of other programs. ``size`` and ``marks``: of its body, to learn from; ``size`` is
+    None where the body is not the whole prompt."""
 
     tokens: float
     cached: Mapping[str, float]
-    size: BodySize
+    size: BodySize | None
     marks: list[int]
 
 
@@ -45,7 +48,8 @@ class Prompts:
             per_token = self._estimate.bytes_per_token()
             found = self._index.longest(marks, since=now - _REMEMBERED_SECONDS)
             cached = {name: min(length / per_token, tokens) for name, length in found.items()}
-        return Prompt(tokens, cached, size, marks)
+        learns = body is not None and _GOES_ON not in body
+        return Prompt(tokens, cached, size if learns else None, marks)
 
     def sent(self, prompt: Prompt, backend_id: str, now: float) -> None:
         """The engine is about to compute the prompt."""

@@ -20,6 +20,8 @@ MEDIA_TOKENS = 1000
 
 #: Bytes of JSON a token before anything is known of a model.
 _PRIOR_BYTES_PER_TOKEN = 4.0
+#: No text has fewer or more: bodies that seem to are mostly something else than their prompt.
+_LEAST_BYTES_PER_TOKEN, _MOST_BYTES_PER_TOKEN = 0.25, 64.0
 #: Share of what was known that counts beside a new prompt: the last ten or so are what is known.
 _KEPT_SHARE = 0.9
 #: Models beyond this many are estimated by the prior: names come from clients.
@@ -104,6 +106,8 @@ class TokenEstimate:
             return
         if model not in self._seen and len(self._seen) >= _MOST_MODELS:
             return
+        text_tokens = min(text_tokens, round(size.text_bytes / _LEAST_BYTES_PER_TOKEN))
+        text_tokens = max(text_tokens, round(size.text_bytes / _MOST_BYTES_PER_TOKEN))
         # Sums rather than a mean of ratios: what large prompts take is what matters.
         seen_bytes, seen_tokens = self._seen.get(model, (0.0, 0.0))
         self._seen[model] = (

@@ -28,14 +28,19 @@ class AnswerTokens:
             self._first += chunk[: _END_BYTES - len(self._first)]
         self._last = (self._last + chunk)[-_END_BYTES:]
 
+    def prompt_tokens(self) -> int | None:
+        """Tokens of the prompt; None: the answer does not tell."""
+        prompts = _PROMPT.findall(self._first) or _PROMPT.findall(self._last)
+        return int(prompts[-1]) if prompts else None
+
     def counted(self, prompt_tokens: int) -> tuple[int, int]:
         """Tokens of the context, and of the output in it.
 
         Where the answer does not tell, the prompt counts as ``prompt_tokens`` and each event of a
         stream as a token, which is what engines send unless they are asked for less.
         """
-        prompts = _PROMPT.findall(self._first) or _PROMPT.findall(self._last)
+        told = self.prompt_tokens()
         outputs = _OUTPUT.findall(self._last)
-        prompt = int(prompts[-1]) if prompts else prompt_tokens
+        prompt = prompt_tokens if told is None else told
         output = int(outputs[-1]) if outputs else self._events
         return prompt + output, output
