@@ -77,15 +77,20 @@ EVENTS = (
 )
 
 
+async def hangs_with_a_program(control, home):
+    """``home`` has told of the program p, which acts, and answers no more."""
+    await until_up(control, 2)
+    home.tell(ProgramReport("p", 160, 10, True))
+    await until(lambda: control.fleet.get("p"))
+    home.silent = True
+    home.tell()
+
+
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.__name__)
 async def test_a_program_that_rests_at_an_engine_that_hangs(engines, event):
     home, other = engines
     async with coordinator(launch(engines)) as (port, control):
-        await until_up(control, 2)
-        home.tell(ProgramReport("p", 160, 10, True))
-        await until(lambda: control.fleet.get("p"))
-        home.silent = True
-        home.tell()
+        await hangs_with_a_program(control, home)
         if event is not is_released_before_it_is_known_to_hang:
             await until_up(control, 1)
         await event(port, control, other)
@@ -128,11 +133,7 @@ async def test_a_program_that_runs_at_an_engine_that_hangs(engines, how):
 async def test_an_engine_that_hangs_when_it_is_to_hear_it_hears_it_later(engines):
     home, _ = engines
     async with coordinator(launch(engines)) as (port, control):
-        await until_up(control, 2)
-        home.tell(ProgramReport("p", 160, 10, True))
-        await until(lambda: control.fleet.get("p"))
-        home.silent = True
-        home.tell()
+        await hangs_with_a_program(control, home)
         await until_up(control, 1)
         await is_released(port, control, home)
         routed = home.answer

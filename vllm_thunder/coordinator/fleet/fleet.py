@@ -239,7 +239,8 @@ class Fleet:
         for program in self._may_go_on:
             home = program.goes_on_at() if program.waiting else None
             if home is not None:
-                sent += self._dispatch(Placement(program, home, "has a claim there", 0.0), now)
+                need = self._need(program)
+                sent += self._dispatch(Placement(program, home, "has a claim there", need), now)
         self._may_go_on.clear()
         for program in self.queue.due(now):
             choice = choose(program, self._need(program), self.rooms, now, due=True)
@@ -334,11 +335,12 @@ class Fleet:
         """What an engine says of a program; of one that nobody here knows it is the home."""
         program = self._programs.get(told.program_id)
         if program is None:
-            if self._resting.longest() is None and len(self._programs) >= self.config.max_programs:
+            try:
+                program = self._track(told.program_id)
+            except Overloaded:
                 self.counts.programs_created += 1
                 self.counts.programs_evicted += 1  # for itself: all others have turns in flight
                 return
-            program = self._track(told.program_id)
             program.idle_since = now
             self._resting.put(program)
         backend.unconfirmed.pop(program, None)

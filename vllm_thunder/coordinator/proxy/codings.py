@@ -3,9 +3,8 @@
 import zlib
 
 from vllm_thunder.coordinator.proxy.request_body import BodyTooLarge
-from vllm_thunder.program.errors import ThunderError
 
-__all__ = ["TooManyMembers", "gunzipped"]
+__all__ = ["gunzipped"]
 
 #: zlib's window bits for gzip data, one member of it.
 _GZIP = 31
@@ -15,18 +14,9 @@ _SLICE = 64 * 1024
 _MOST_MEMBERS = 1000
 
 
-class TooManyMembers(BodyTooLarge):
-    """A packed request body has more members than are unpacked of one (HTTP 413)."""
-
-    def __init__(self) -> None:
-        ThunderError.__init__(
-            self, f"the request body has more than {_MOST_MEMBERS} gzip members, the limit"
-        )
-
-
 def gunzipped(body: bytes, limit: int) -> bytes:
     """What ``body`` unpacks to; itself if it does not: no engine can read it either. Raises
-    BodyTooLarge for more than ``limit`` bytes."""
+    BodyTooLarge for more than ``limit`` bytes, or too many members."""
     packed = memoryview(body)
     parts: list[bytes] = []
     size = at = members = 0
@@ -36,13 +26,13 @@ def gunzipped(body: bytes, limit: int) -> bytes:
             if member is None:
                 members += 1
                 if members > _MOST_MEMBERS:
-                    raise TooManyMembers
+                    raise BodyTooLarge(f"{_MOST_MEMBERS} gzip members")
                 member = zlib.decompressobj(_GZIP)
             piece = packed[at : at + _SLICE]
             parts.append(member.decompress(piece, limit + 1 - size))
             size += len(parts[-1])
             if size > limit:
-                raise BodyTooLarge(limit)
+                raise BodyTooLarge(f"{limit} bytes")
             at += len(piece) - len(member.unused_data)
             if member.eof:
                 member = None

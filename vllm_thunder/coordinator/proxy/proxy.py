@@ -173,7 +173,7 @@ class _Passage:
             self._exchange.outcome = Outcome.ENGINE_LOST
 
     async def _refuse_size(self) -> None:
-        await self._reply.refuse(413, str(BodyTooLarge(self._proxy.max_body_bytes)))
+        await self._reply.refuse(413, str(BodyTooLarge(f"{self._proxy.max_body_bytes} bytes")))
 
     async def _upload(self, message: Message, connection: Connection) -> None:
         if self._sent_whole or self._too_large:

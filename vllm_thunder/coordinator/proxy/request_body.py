@@ -9,10 +9,11 @@ __all__ = ["BodyTooLarge", "body_within", "has_other_coding"]
 
 
 class BodyTooLarge(ThunderError):
-    """A request body is larger than what is read of one (HTTP 413)."""
+    """A request body is larger than what is read of one (HTTP 413). ``limit``: of what it has more,
+    with the unit."""
 
-    def __init__(self, limit: int):
-        super().__init__(f"the request body has more than {limit} bytes, the limit")
+    def __init__(self, limit: str):
+        super().__init__(f"the request body has more than {limit}, the limit")
 
 
 async def body_within(limit: int, scope: Scope, receive: Receive) -> bytes | None:
@@ -20,7 +21,7 @@ async def body_within(limit: int, scope: Scope, receive: Receive) -> bytes | Non
     BodyTooLarge, unread where its length is declared."""
     declared = value_of(scope["headers"], b"content-length")
     if declared.isdigit() and int(declared) > limit:
-        raise BodyTooLarge(limit)
+        raise BodyTooLarge(f"{limit} bytes")
     chunks: list[bytes] = []
     size = 0
     while True:
@@ -31,7 +32,7 @@ async def body_within(limit: int, scope: Scope, receive: Receive) -> bytes | Non
         chunks.append(chunk)
         size += len(chunk)
         if size > limit:
-            raise BodyTooLarge(limit)
+            raise BodyTooLarge(f"{limit} bytes")
         if not message.get("more_body", False):
             return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
