@@ -115,9 +115,9 @@ class ChatClient:
         headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
         self._session = aiohttp.ClientSession(
             headers=headers,
-            # The workload alone bounds concurrency. Servers close a connection that was idle for
-            # five seconds, and a POST that crosses that is lost.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
+            # The workload alone bounds concurrency. A connection for each call: servers close one
+            # that was idle for some seconds, and a POST that crosses that is lost.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             read_bufsize=1 << 20,
         )
 
