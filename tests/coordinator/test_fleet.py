@@ -91,6 +91,50 @@ def test_an_engine_that_tells_of_a_program_gone_under_a_turn_is_told_when_it_mov
     assert program.moves == 0
 
 
+@pytest.mark.parametrize("waits", [False, True], ids=["rests", "waits"])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_that_a_program_is_gone_may_be_older_than_the_turn_that_has_ended_since(is_there, waits):
+    """An engine is told to forget a program that comes back to it; its next turn ends, and what is
+    read then was said before that turn."""
+    desk = Desk([100])
+    desk.send("p", 50)
+    desk.decide()
+    desk.now = 1.0
+    desk.end("p")
+    if waits:
+        desk.report("e0", 0)
+        desk.fleet.backends["e0"].reported_at = 0.5
+        desk.send("p", 50)
+        desk.decide()
+    desk.now = 1.1
+    desk.say("e0", gone=["p"])
+    program = desk.fleet.get("p")
+    assert program.home.backend_id == "e0"
+    desk.now = 1.2
+    if is_there:
+        desk.told("e0", "p", 50, 50)
+        assert program.home.backend_id == "e0"
+    else:
+        desk.say("e0")
+        assert program.home is None
+    assert desk.fleet.get("p") is (program if is_there or waits else None)
+    desk.now = 1.3
+    desk.say("e0", gone=["p"])
+    assert program.home is None
+    desk.fleet.check_integrity()
+
+
+def test_the_end_that_a_program_said_itself_is_not_doubted():
+    desk = Desk([100])
+    desk.send("p", 50, final=True)
+    desk.decide()
+    desk.now = 1.0
+    desk.end("p")
+    desk.now = 1.1
+    desk.say("e0", gone=["p"])
+    assert desk.fleet.get("p") is None
+
+
 def test_what_an_engine_knows_of_is_in_its_room_and_counts_once():
     desk = Desk([100])
     desk.send("p", 50)

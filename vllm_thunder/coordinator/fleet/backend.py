@@ -38,6 +38,8 @@ class Backend:
     #: It does not know programs: the coordinator keeps its books.
     stock: bool = False
     report: MemoryReport | None = None
+    #: When that came.
+    reported_at: float = -inf
     blocks_of: ContextBlocks | None = None
     #: Blocks by program that were placed there and are not in what it reported last.
     placed: dict[Tracked, float] = field(default_factory=dict)
@@ -50,7 +52,8 @@ class Backend:
     unlabelled: int = 0
     #: Programs whose KV is there, or was when somebody looked last.
     residents: dict[Tracked, None] = field(default_factory=dict)
-    #: Those of them that it has not told of again since it began to tell from the beginning.
+    #: Those of them that it has not told of again since it began to tell from the beginning, or
+    #: since it said that they were gone while their turns ended.
     unconfirmed: dict[Tracked, None] = field(default_factory=dict)
 
     @property
@@ -103,6 +106,7 @@ class Backend:
         if self.report is None or report.context_groups != self.report.context_groups:
             self.blocks_of = ContextBlocks(report.context_groups)
         self.report = report
+        self.reported_at = now
         if self.health is Health.UNKNOWN:
             self.health = Health.UP
 

@@ -176,15 +176,22 @@ class Fleet:
             backend.unconfirmed = dict(backend.residents)
         for told in report.programs:
             self._program_reported(backend, told, now)
+        doubtful: dict[Tracked, None] = {}
         for program_id in report.gone:
             program = self._programs.get(program_id)
-            if program is not None and program.home is backend:
+            if program is None or program.home is not backend:
+                continue
+            if program.last_turn is None and program.idle_since > backend.reported_at:
+                # A turn has ended since the report before: it may have come after this was said.
+                doubtful[program] = None
+            else:
                 self._engine_forgot(program, now)
         if report.complete:
             unconfirmed, backend.unconfirmed = backend.unconfirmed, {}
             for program in unconfirmed:
                 if program.home is backend and not program.running:
                     self._engine_forgot(program, now)
+        backend.unconfirmed |= doubtful  # if it is still there the next report tells of it
         backend.reported(report.memory, now)
         self.rooms.update(backend)
 
