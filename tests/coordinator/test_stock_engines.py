@@ -88,6 +88,32 @@ async def test_what_an_answer_says_is_the_programs_context(stock, stream):
         assert {engine["capacity_blocks"] for engine in described} == {1000}
 
 
+@pytest.mark.parametrize("delay", [0.0, 0.1], ids=["before its books tell", "after"])
+async def test_of_a_program_whose_only_turn_is_refused_nothing_remains(stock, delay):
+    async def refused(request, wire):
+        await asyncio.sleep(delay)
+        await whole(b'{"error": {"message": "no"}}', b"400 Bad Request")(request, wire)
+
+    for engine in stock:
+        engine.chat = refused
+    async with coordinator(launch(stock)) as (port, control):
+        await up(control)
+        assert (await ask(port, turn("p"))).status == 400
+        await asyncio.sleep(0.2)
+        assert control.fleet.get("p") is None
+        assert not any(b.residents or b.placed for b in control.fleet.backends.values())
+        for engine in stock:
+            engine.chat = whole(b'{"usage": %b}' % json.dumps(USAGE).encode())
+        await ask(port, turn("q"))
+        await until(lambda: control.fleet.get("q").context_tokens == 500)
+        for engine in stock:
+            engine.chat = refused
+        assert (await ask(port, turn("q"))).status == 400
+        await asyncio.sleep(0.2)
+        assert control.fleet.get("q").context_tokens == 500
+        control.fleet.check_integrity()
+
+
 async def test_a_release_needs_no_engine(stock):
     async with coordinator(launch(stock)) as (port, control):
         await up(control)

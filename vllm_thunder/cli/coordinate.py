@@ -117,7 +117,7 @@ def add_parser(subparsers: "_SubParsersAction[Any]") -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until stopped; 1 when the engines do not fit together, 2 for wrong settings."""
+    """Serve until stopped; 1 when the engines do not fit together. Raises ConfigError."""
     import uvicorn
 
     from vllm_thunder.coordinator.client_protocol import ClientProtocol

@@ -87,7 +87,10 @@ class Dispatcher:
     def ended(self, dispatch: Dispatch, *, refused: bool = False, cancelled: bool = False) -> None:
         """A turn that was placed ended, in whatever way; ``refused`` and ``cancelled`` as of
         :meth:`~vllm_thunder.coordinator.fleet.fleet.Fleet.ended`."""
-        self._ended(dispatch.program, dispatch.turn_id, refused=refused, cancelled=cancelled)
+        program = dispatch.program
+        self._ended(program, dispatch.turn_id, refused=refused, cancelled=cancelled)
+        if refused and dispatch.backend.stock and self.fleet.get(program.program_id) is None:
+            self.on_forgotten(program.program_id, dispatch.backend)  # its books have it
 
     def reported(self, backend: Backend, report: EngineReport) -> None:
         """An engine told what has changed there."""

@@ -123,7 +123,7 @@ class Fleet:
         if program.in_flight:
             return
         program.idle_since = now
-        if refused and not program.told:
+        if refused and not program.engine_knows:
             self.counts.programs_ended += 1
             self._forget(program)
         else:

@@ -71,6 +71,13 @@ class Tracked:
         """Whether a turn has arrived and has not ended."""
         return bool(self.waiting or self.running)
 
+    @property
+    def engine_knows(self) -> bool:
+        """Whether an engine has it. Of stock engines, books kept here tell of every turn that is
+        sent; one of them has it when a context has come of that."""
+        by_books = self.home is not None and self.home.stock
+        return self.told and (not by_books or self.context_tokens > 0)
+
     def takes(self, turn: Turn, prompt_tokens: float) -> None:
         """What the next turn of it says, which is not among those in flight yet."""
         if turn.final:
