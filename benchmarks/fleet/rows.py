@@ -34,7 +34,7 @@ REAL = Setup(
     "real",
     engine_arguments=(
         *("--thunder-max-wait", _SHARED_MAX_WAIT),
-        # vLLM's default for CPUs has a core spin while its worker computes.
+        # vLLM's default for CPUs has an engine core spin while its worker computes.
         "--distributed-executor-backend",
         "vllm.v1.executor.uniproc_executor.UniProcExecutor",
     ),
